@@ -30,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
-from localllm.kernels.gpu import activations, check_cases, embedding, rope, routing, sample
+from localllm.kernels.delta_rule import DeltaWeights
+from localllm.kernels.gpu import activations, check_cases, delta, embedding, rope, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import (
     FEW_PREFILL_ROWS,
@@ -42,7 +43,8 @@ from localllm.kernels.gpu.attention import (
 )
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
-from localllm.kernels.gpu.check_cases import CODED, FORMATS, FP4, GROUPS, INT8, ROUTERS, Heads, weights_of
+from localllm.kernels.gpu.check_cases import CODED, DELTAS, FORMATS, FP4, GROUPS, INT8, ROUTERS, Heads, weights_of
+from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
@@ -53,7 +55,7 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, INT8_GROUP, TILE, Weights
+from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Weights
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -70,8 +72,8 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-# These read what a token costs: weights, and the pages of keys and values.
-READERS = frozenset({"_gemv", "_gemm", "_attend", "_expert_gates", "_experts_mixed", "_expert_gemm"})
+# These read what a token costs: weights, the pages of keys and values, states.
+READERS = frozenset({"_gemv", "_gemm", "_attend", "_expert_gates", "_experts_mixed", "_expert_gemm", "_take_in"})
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 # Bytes that a thread may put aside: anywhere, and outside of its loops, which is once. Triton 3.7 calls the assembler
 # with a flag (--regAllocOptLevel=2) by which it does so here and there.
@@ -187,23 +189,41 @@ def attention(
         tables = TokenTables(_empty((rows,), torch.int32), *(_empty((rows,), torch.int64) for _ in range(3)))
         history = AttentionHistory(_empty((rows, 4), torch.int32), _empty((rows, 32), torch.int64))
         q = _empty((rows, H, D))
-        outs: list[Tensor | Codes] = [_empty((rows, H * D)), *codes_of_heads(rows, heads, groups)]
+        outs: list[Tensor | Codes] = [_empty((rows, H * D)), *codes_of_heads(rows, H, D, groups)]
+        gate = _empty((rows, H * D)) if heads.has_gate else None
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
         yield rope.rope_store(
             qkv, q, tables, Rope(_empty((1, int(D * heads.rotary) // 2)), 1.0, *norms), dense, coded, 3
         )
         parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(H // KH, is_prefill=sections == 1)
-        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap}
+        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap, "gate": gate}
         for out in outs:
             yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=min(block, most_rows))
 
 
-def codes_of_heads(rows: int, heads: Heads, groups: tuple[int | None, ...]) -> Iterator[Codes]:
+def codes_of_heads(rows: int, heads: int, head_dim: int, groups: tuple[int | None, ...]) -> Iterator[Codes]:
     for group in groups:
         length, bits = (INT8_GROUP, 8) if group is None else (group, 4)
-        if can_code(heads.head_dim, length):
-            yield Codes.empty(rows, heads.heads * heads.head_dim, length, _HOST, bits)
+        if can_code(head_dim, length):
+            yield Codes.empty(rows, heads * head_dim, length, _HOST, bits)
+
+
+def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
+    """Yield the launches of a layer of Gated DeltaNet, ending in floats and in codes for matrices in these groups, and
+    behind a product of the library's."""
+    rows, heads = 2, shape.value_heads
+    tables = DeltaTables(_empty((rows, len(DELTA_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    vectors = _empty((heads,)), _empty((heads,)), _empty((shape.value_dim,))
+    weights = DeltaWeights(_empty((shape.conv_width, shape.channels)), *vectors)
+    wide, gates = _empty((rows, shape.channels + shape.value_features)), _empty((rows, 2 * heads))
+    outs: list[Tensor | Codes] = [_empty((rows, shape.value_features))]
+    outs += codes_of_heads(rows, heads, shape.value_dim, groups)
+    parts = RouterWeights(_empty((2 * heads, _HIDDEN)), norm=_empty((_HIDDEN,)), eps=1e-5)
+    yield from (routing.logits_of(_empty((count, _HIDDEN)), parts, _empty((count, 2 * heads))) for count in (1, 4, 512))
+    yield from delta.mix(wide.bfloat16(), gates, outs[0], tables, weights, shape, 3)
+    for out in outs:
+        yield from delta.mix(wide, gates, out, tables, weights, shape, 3)
 
 
 OTHER_HEADS = (
@@ -214,7 +234,9 @@ OTHER_HEADS = (
     Heads("int8", "int4", heads=8),
     Heads(window=300, softcap=50.0, has_norms=True),
     Heads(head_dim=256),
+    Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
 )
+OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
 
 
 def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
@@ -229,6 +251,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()
+    for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
+        yield from deltas(shape)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
     for heads in () if is_brief else OTHER_HEADS:
@@ -247,6 +271,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from rows_between(group)
     yield from rows_between(activation="gelu_tanh")
     yield from tokens()
+    for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
+        yield from deltas(shape)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
     for heads in () if is_brief else OTHER_HEADS:

@@ -56,6 +56,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
             "window": 300 if each.window is not None else None,
             "softcap": 5.0 if each.softcap is not None else None,
             "has_norms": each.qk_norm == "head",
+            "has_gate": each.has_output_gate,
             "rotary": each.rotary_dim / each.head_dim,
             "dtype": str(dtype).removeprefix("torch."),
         }
@@ -65,6 +66,8 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
     ways = Ways(groups=groups, attention=attention, activation=config.mlps[0].activation)
     if config.mixtures and is_packed(recipe):
         ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in config.mixtures)]
+    if config.delta_shape is not None and config.delta_shape.fills_vectors:
+        ways["deltas"] = [asdict(config.delta_shape)]
     return CheckScope.of(ways)
 
 
@@ -77,8 +80,10 @@ def _way(weights: Weights) -> int | dict[str, Any] | None:
 
 def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
     """Return one attention of each kind that the kernels tell apart, those without a window first."""
-    kinds = {
-        (each.window is not None, each.kv_shape, each.num_heads, each.rotary_dim, each.softcap, each.qk_norm): each
-        for each in reversed(config.attentions)
-    }
+    kinds = {_kind(each): each for each in reversed(config.attentions)}
     return [kinds[kind] for kind in sorted(kinds, key=lambda kind: kind[0])]
+
+
+def _kind(each: AttentionConfig) -> tuple[Any, ...]:
+    heads = each.kv_shape, each.num_heads, each.rotary_dim
+    return each.window is not None, *heads, each.softcap, each.qk_norm, each.has_output_gate

@@ -1,4 +1,5 @@
-"""Attention and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a residual in fp32.
+"""Attention, Gated DeltaNet and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a
+residual in fp32.
 
 A packed matrix is multiplied with activations in INT8 that the norm, the gate or the attention before it wrote; one in
 another format by the library, with activations in the model's dtype.
@@ -11,16 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu import activations, product
+from localllm.kernels.gpu import activations, delta, product
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
+from localllm.kernels.gpu.routing import RouterWeights, logits_of
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
@@ -131,12 +135,14 @@ def run_mlp(
 
 
 def run_block(
-    body: Attention | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
+    body: Attention | DeltaNet | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
 ) -> None:
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None
     if isinstance(body, MLP):
         y = run_mlp(body, x, norm_in, forward.dtype, into)
+    elif isinstance(body, DeltaNet):
+        y = multiply(body.out_proj, _taken_in(body, norm_in, x, forward), forward.dtype, into=into)
     else:
         qkv = multiply(body.qkv_proj, x, forward.dtype, norm=norm_in)
         y = multiply(body.o_proj, _mixed(body, qkv, forward), forward.dtype, into=into)
@@ -144,11 +150,37 @@ def run_block(
         activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
 
 
-def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
-    """qkv [M, (H + 2 KH) D] -> fp32 [M, H D], or its codes for the matrix that follows; keys and values go to their
-    pages."""
+def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor | Codes:
+    """x fp32 [M, hidden] -> fp32 [M, value features], or its codes for the matrix that follows; the states of the
+    sequences are brought up to date."""
+    shape, M = body.config.shape, len(x)
+    own_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    gates = torch.empty((M, 2 * shape.value_heads), device=x.device)
+    logits_of(x, RouterWeights(body.gates_proj.tensors["weight"], norm=own_norm, eps=eps), gates).run()
+    wide = multiply(body.in_proj, x, forward.dtype, norm=norm)
+    out = _before(body.out_proj, M, shape.value_heads, shape.value_dim)
+    store = forward.batch.segments[0].kv.state
+    assert store is not None, "its layer keeps a state"
+    begin = store.states.layer(body.layer).data_ptr() - store.states.address(x.device)
+    number = begin // shape.state_bytes  # the same one in every sequence
+    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, number))
+    return out
+
+
+def _before(linear: Linear, rows: int, heads: int, head_dim: int) -> Tensor | Codes:
+    """Return room for heads that a matrix is multiplied with: codes for it where they fill its groups, else floats."""
+    packed = linear.packed
+    if packed is not None and can_code(head_dim, packed.group):
+        return Codes.of(rows, packed)
+    return torch.empty((rows, heads * head_dim), device=linear.device)
+
+
+def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | Codes:
+    """projected [M, gates and (H + 2 KH) D] -> fp32 [M, H D], or its codes for the matrix that follows; keys and values
+    go to their pages."""
     config, tables = body.config, forward.tables
-    H, KH, D, M = config.num_heads, config.num_kv_heads, config.head_dim, len(qkv)
+    H, KH, D, M = config.num_heads, config.num_kv_heads, config.head_dim, len(projected)
+    gate, qkv = projected[:, : config.gate_features], projected[:, config.gate_features :]
     group, row = forward.places[body.layer]
     tokens, history = tables.tokens[group], tables.histories[group]
     if body.q_norm is not None and body.k_norm is not None and config.qk_norm == "full":
@@ -163,10 +195,7 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
         k_norm=None if k_norm is None else k_norm.weight,
         eps=0.0 if q_norm is None else q_norm.eps,
     )
-    q = torch.empty((M, H, D), device=qkv.device)
-    packed = body.o_proj.packed
-    is_coded = packed is not None and can_code(D, packed.group)
-    mixed = Codes.of(M, packed) if packed is not None and is_coded else torch.empty((M, H * D), device=qkv.device)
+    q, mixed = torch.empty((M, H, D), device=qkv.device), _before(body.o_proj, M, H, D)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
     launches = attend(
         q,
@@ -181,7 +210,7 @@ def _mixed(body: Attention, qkv: Tensor, forward: GpuForward) -> Tensor | Codes:
         window=config.window,
         softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
+        gate=gate if config.has_output_gate else None,
     )
-    for launch in launches:
-        launch.run()
+    run_all(launches)
     return mixed

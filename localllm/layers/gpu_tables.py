@@ -1,4 +1,5 @@
-"""The tables of a batch for a GPU's kernels: token ids, positions, addresses of pages, rows that attend together.
+"""The tables of a batch for a GPU's kernels: token ids, positions, addresses of pages, rows that attend together, the
+states of sequences and what becomes of them.
 
 All of it is one run of bytes, written on the host and copied at once, at the same address in every forward of the same
 shape: so a graph of launches can be replayed over it.
@@ -7,7 +8,7 @@ shape: so a graph of launches can be replayed over it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
+from localllm.kernels.gpu.delta import REPLAYED_ROWS, DeltaTables
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
+from localllm.kernels.sizes import DELTA_WORDS
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment
 
@@ -35,7 +38,8 @@ _LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 @dataclass(frozen=True)
 class TableShape:
     """rows, of which the last ones may be nobody's; pages: of the longest sequence; groups: of layers; frequencies: for
-    each RoPE that depends on the length of a sequence, how many it has."""
+    each RoPE that depends on the length of a sequence, how many it has. sequences: that have recurrent states on the
+    device, at most; 0 where no layer there has any."""
 
     rows: int
     segments: int
@@ -43,6 +47,13 @@ class TableShape:
     pages: int
     groups: int
     frequencies: tuple[int, ...] = ()
+    sequences: int = 0
+
+    @property
+    def snapshots(self) -> int:
+        """Those that may be due: one at each border of pages among a sequence's new tokens and the few before them that
+        its states lack."""
+        return self.rows // PAGE_TOKENS + 2 * self.sequences
 
     @property
     def sections(self) -> int:
@@ -64,7 +75,11 @@ class TableShape:
             "thresholds": (torch.float32, (self.rows,)),
         }
         ropes = {f"frequencies{i}": (torch.float32, (self.rows, n)) for i, n in enumerate(self.frequencies) if n}
-        return {**fields, **ropes}
+        states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "states": (torch.int64, (self.sequences, len(DELTA_WORDS))),
+            "snapshots": (torch.int64, (self.snapshots, 2)),
+        }
+        return {**fields, **ropes, **(states if self.sequences else {})}
 
     @property
     def num_bytes(self) -> int:
@@ -154,6 +169,10 @@ class GpuTables:
         v = self.views
         return tuple(AttentionHistory(v["tasks"], v["pages"][g]) for g in range(self.shape.groups))
 
+    @cached_property
+    def states(self) -> DeltaTables:
+        return DeltaTables(self.views["states"], self.views["positions"])
+
     def frequencies(self, rotation: int, batch: Batch) -> Tensor:
         """fp32 [1 or rows, rotary_dim / 2], on the device."""
         if self.shape.frequencies and self.shape.frequencies[rotation]:
@@ -189,6 +208,8 @@ class GpuTables:
         for index, count in enumerate(self.shape.frequencies):
             if count:
                 words[f"frequencies{index}"][:T] = batch.rotaries[index].frequencies(batch.segments).numpy()
+        if self.shape.sequences:
+            self._place_states(words, by_sequence(batch.segments))
         self._memory.copy_(memory, non_blocking=memory.is_pinned())  # what is not pinned is copied before this returns
         stage.mark()
 
@@ -206,17 +227,51 @@ class GpuTables:
             words["own"][group, rows], words["own_stride"][group, rows] = own, stride
             words["coded"][group, rows] = addresses[number] if self.coded is not None and number else 0
 
+    def _place_states(self, words: dict[str, numpy.ndarray], segments: Sequence[Segment]) -> None:
+        """Write where each sequence's states are, and the snapshots that are due. Rows that are computed again stand
+        before a sequence's own."""
+        rows, pairs, first = words["states"], list[tuple[int, int]](), self.views["snapshots"].data_ptr()
+        rows[len(segments) :] = 0
+        for index, segment in enumerate(segments):
+            store, end = segment.kv.state, segment.past + segment.end - segment.begin
+            assert store is not None, "layers keep states"
+            # Of a forward's; this batch may be one of several.
+            own = [position for position in sorted(store.due) if segment.past - REPLAYED_ROWS < position <= end]
+            due = [(position, store.due[position].address(self.device)) for position in own]
+            row = (index + 1) * REPLAYED_ROWS + segment.begin
+            states, at = store.states.address(self.device), first + 16 * len(pairs)
+            committed = min(store.committed, end)
+            rows[index] = (segment.begin, segment.end, segment.past, committed, states, row, at, len(due))
+            pairs += due
+        words["snapshots"][: len(pairs)] = numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2)
 
-def table_shape(batch: Batch, rows: int, pages: int, groups: int, task_tokens: int) -> TableShape:
+
+def by_sequence(segments: Sequence[Segment]) -> list[Segment]:
+    """Return one segment for each sequence: drafts that attend one by one are several."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].kv is segment.kv:
+            joined[-1] = replace(joined[-1], end=segment.end)
+        else:
+            joined.append(segment)
+    return joined
+
+
+def table_shape(
+    batch: Batch, rows: int, pages: int, groups: int, task_tokens: int, *, keeps_states: bool = False
+) -> TableShape:
     """Return the shape of tables for this batch in so many rows, and for others whose sequences have at most so many
-    pages: it serves any batch that has no more rows, of one segment where this one has one."""
+    pages: it serves any batch that has no more rows, of one segment where this one has one. keeps_states: layers on the
+    device do, of as many sequences as this batch has, or a few more."""
     frequencies = tuple(
         rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
     )  # fmt: skip
+    count = rows if rows <= FEW_ROWS else 1 << (len(batch.segments) - 1).bit_length()
+    sequences = count if keeps_states else 0
     if rows <= FEW_ROWS or len(batch.segments) > 1:  # a task has a row at least
-        return TableShape(rows, rows, rows, pages, groups, frequencies)
+        return TableShape(rows, rows, rows, pages, groups, frequencies, sequences)
     # A task ends with its page, too.
-    return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies)
+    return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies, sequences)
 
 
 def table_pages(num_tokens: int, rows: int) -> int:

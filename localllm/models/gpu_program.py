@@ -24,6 +24,7 @@ from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, multiply, run_block
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
@@ -306,7 +307,7 @@ class GpuProgram:
         attention = self.decoder.config.attentions[0]
         tokens = task_tokens(attention.num_heads // attention.num_kv_heads, rows)
         groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
-        return table_shape(batch, rows, pages, groups, tokens), tokens
+        return table_shape(batch, rows, pages, groups, tokens, keeps_states=self._keeps_states), tokens
 
     # Stages
 
@@ -338,7 +339,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | MLP)
+            assert isinstance(body, Attention | DeltaNet | MLP)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -372,6 +373,11 @@ class GpuProgram:
         """Return the groups of layers of which we compute some."""
         kv = batch.segments[0].kv
         return sorted({kv.places[layer][0] for layer in self._layers if kv.homes[layer][0] == self.device})
+
+    @cached_property
+    def _keeps_states(self) -> bool:
+        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
+        return any(isinstance(body, DeltaNet) for body in ours)
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv
@@ -461,6 +467,8 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
         return False
     if isinstance(body, MoE):
         return is_for_kernels(body)
+    if isinstance(body, DeltaNet):
+        return body.config.shape.fills_vectors
     if not isinstance(body, MLP) and not (isinstance(body, Attention) and is_plain(body.config)):
         return False
     return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device

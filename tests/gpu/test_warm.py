@@ -44,10 +44,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("kv", every_other(["int8", "bf16"]))
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope", "qwen2_moe-some-dense"]
+    "family",
+    ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope", "qwen2_moe-some-dense", "qwen3_5"],
 )
 def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_path: Path, launched: set[str]) -> None:
-    """Windows, of several groups of layers, RoPE by the length of a sequence, mixtures; dense weights, and INT4."""
+    """Windows, of several groups of layers, RoPE by the length of a sequence, mixtures, states; dense, and INT4."""
     write_checkpoint(tmp_path, family, **({"moe_intermediate_size": 48} if "moe" in family else {}))
     weights = "int4-g32" if kv == "int8" else "bf16"
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="bf16", weights=weights, kv=kv))

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels import int8, kv_page, noise, reference, tile16
-from localllm.kernels.gpu import activations, attention, embedding, experts, product, rope, routing, sample
+from localllm.kernels import delta_rule, int8, kv_page, noise, reference, tile16
+from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights
+from localllm.kernels.gpu import activations, attention, delta, embedding, experts, product, rope, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
+from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner
 from localllm.kernels.gpu.product import Dispatch
@@ -26,6 +28,7 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import DeltaShape
 from tests.simulated_card.device import SimulatedCard
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -105,16 +108,47 @@ def _route(
     positions: Tensor | None = None,
     codes: Codes | None = None,
 ) -> None:
-    normed = x.double()
-    if parts.norm is not None:
-        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + parts.eps) * parts.norm.double()
-    matrix = parts.weight if parts.gate is None else torch.cat((parts.weight, parts.gate))
-    routes.logits.copy_(normed @ matrix.double().T)
+    _logits_of(card, x, parts, routes.logits)
     experts, weights = reference.route(routes.logits[:, : router.num_experts], parts.correction, router)
     routes.experts.copy_(experts if positions is None else experts.masked_fill(positions.unsqueeze(1) < 0, -1))
     routes.weights.copy_(weights)
     if codes is not None:
         _to_codes(card, x, codes, x.shape[1], weight=parts.norm, eps=parts.eps)
+
+
+def _logits_of(_: SimulatedCard, x: Tensor, parts: RouterWeights, logits: Tensor) -> None:
+    normed = x.double()
+    if parts.norm is not None:
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + parts.eps) * parts.norm.double()
+    matrix = parts.weight if parts.gate is None else torch.cat((parts.weight, parts.gate))
+    logits.copy_(normed @ matrix.double().T)
+
+
+def _delta_mix(
+    card: SimulatedCard,
+    wide: Tensor,
+    gates: Tensor,
+    out: Tensor | Codes,
+    tables: DeltaTables,
+    weights: DeltaWeights,
+    shape: DeltaShape,
+    layer: int,
+) -> None:
+    mixed = torch.zeros(len(wide), shape.value_features)
+    for begin, end, past, committed, states, _, pairs, count in tables.segments.tolist():
+        if end <= begin:
+            continue
+        state = DeltaState(shape, card.bytes_at(states + layer * shape.state_bytes, shape.state_bytes))
+        due = card.bytes_at(pairs, 16 * count).view(torch.int64).view(-1, 2).tolist() if count else []
+        snapshots = {at: card.bytes_at(p + layer * shape.snapshot_bytes, shape.snapshot_bytes) for at, p in due}
+        raw = torch.cat((wide[begin:end, : shape.channels].float(), gates[begin:end]), dim=1)
+        o = delta_rule.mix(DeltaRows(state, raw, past, committed, snapshots), weights)
+        z = wide[begin:end, shape.channels :].reshape(o.shape)
+        mixed[begin:end] = delta_rule.gated_norm(o, z, weights).flatten(1)
+    if isinstance(out, Codes):
+        _write_codes(mixed, out)
+    else:
+        out.copy_(mixed)
 
 
 def _mixture(
@@ -265,6 +299,7 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = 0,
+    gate: Tensor | None = None,
 ) -> None:
     all_mixed = out if isinstance(out, Tensor) else torch.zeros(out.q.shape)
     for first, count, segment, _ in history.tasks.tolist():
@@ -284,7 +319,9 @@ def _attend(
             softcap=softcap,
         )
         mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
-        all_mixed[first : first + count] = mixed.flatten(1)
+        mixed = mixed.flatten(1)
+        mixed = mixed if gate is None else mixed * gate[first : first + count].float().sigmoid()
+        all_mixed[first : first + count] = mixed
     if isinstance(out, Codes):
         _write_codes(all_mixed, out)
 
@@ -345,6 +382,8 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     sample.sample: _sample,
     product.multiply: _multiply,
     routing.route: _route,
+    routing.logits_of: _logits_of,
+    delta.mix: _delta_mix,
     experts.mixture: _mixture,
     experts.gates: _gates,
     experts.mixed: _mixed,

@@ -401,12 +401,14 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
+    gate: Tensor | None = None,
 ) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D], or its codes, see `attention_merge.can_code`.
 
     On a card queries and weights are rounded to bf16, but for models in fp32: 2e-3 of the norm as a rule, 4e-3 at most.
     parts: of one section, where a program has all pages of its task, or of as many as the longest segment has pages.
-    rows: see `block_rows`. Rows of no task, and padding, stay as they are. Else see `paged_attention`.
+    rows: see `block_rows`. gate: see `merge`. Rows of no task, and padding, stay as they are. Else see
+    `paged_attention`.
     """
     assert q.is_contiguous() and parts.mixed.shape[1:] == q.shape
     pages = 1 if parts.sections > 1 else ALL_PAGES
@@ -442,5 +444,5 @@ def attend(
         num_warps=_num_warps(block, dense.head_dim, is_wide=is_wide),
         num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )  # fmt: skip
-    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None)
+    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, gate=gate)
     return [attending, merging]

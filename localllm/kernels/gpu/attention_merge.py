@@ -54,7 +54,7 @@ def with_page(mixed, peak, total, page_mixed, page_peak, page_total):
 
 
 @triton.jit
-def _store_codes(
+def store_codes(
     values, out, code_scale, code_bias, token, first, features, code_stride,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -67,9 +67,9 @@ def _store_codes(
     tl.store(out + token * features + code_place(column, GROUP, BITS), q)
 
 
-@triton.jit(do_not_specialize=["window", "num_rows", "code_stride"])
+@triton.jit(do_not_specialize=["window", "num_rows", "code_stride", "gate_stride"])
 def _merge(
-    part, peaks, totals, out, code_scale, code_bias, positions, window, num_rows, code_stride,
+    part, peaks, totals, gate, out, code_scale, code_bias, positions, window, num_rows, code_stride, gate_stride,
     H: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr, AHEAD: tl.constexpr,
     IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -100,9 +100,12 @@ def _merge(
     mixed = mixed / total[:, None]
     if IS_TURNED:
         mixed = tl.reshape(hadamard(tl.reshape(mixed, (FEATURES // GROUP, GROUP))), (1, FEATURES))
+    if gate is not None:
+        opened = tl.load(gate + token * gate_stride + head * D + feature, mask=mask, other=0.0).to(tl.float32)
+        mixed = mixed / (1 + tl.exp(-opened))
     if CODE_GROUP > 0:
         values = tl.reshape(mixed, (FEATURES // CODE_GROUP, CODE_GROUP))
-        _store_codes(
+        store_codes(
             values, out, code_scale, code_bias, token, head * D, H * D, code_stride,
             FEATURES // CODE_GROUP, CODE_GROUP, CODE_BITS,
         )  # fmt: skip
@@ -116,9 +119,17 @@ def can_code(head_dim: int, group: int) -> bool:
 
 
 def merge(
-    parts: Parts, out: Tensor | Codes, tokens: TokenTables, window: int, *, section_pages: int, is_turned: bool
+    parts: Parts,
+    out: Tensor | Codes,
+    tokens: TokenTables,
+    window: int,
+    *,
+    section_pages: int,
+    is_turned: bool,
+    gate: Tensor | None = None,
 ) -> KernelLaunch:
-    """out fp32 [M, H * D], or its codes: of a row of the sections that it sees."""
+    """out fp32 [M, H * D], or its codes: of a row of the sections that it sees. gate [M, H * D], in rows of any stride:
+    by its sigmoid all is multiplied."""
     _, M, H, D = parts.mixed.shape
     codes = out if isinstance(out, Codes) else None
     assert codes is None or codes.q.shape[1] == H * D
@@ -129,6 +140,7 @@ def merge(
             "part": parts.mixed,
             "peaks": parts.peaks,
             "totals": parts.totals,
+            "gate": gate,
             "out": out.q if isinstance(out, Codes) else out,
             "code_scale": None if codes is None else codes.scale,
             "code_bias": None if codes is None else codes.bias,
@@ -136,6 +148,7 @@ def merge(
             "window": window,
             "num_rows": M,
             "code_stride": 0 if codes is None else codes.scale.stride(0),
+            "gate_stride": 0 if gate is None else gate.stride(0),
         },
         constants={
             "H": H,

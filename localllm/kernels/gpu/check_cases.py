@@ -18,6 +18,7 @@ from localllm.kernels.gpu import activations, embedding, gemm, gemv, routing, sa
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.check_delta import delta_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, gates, mixed, mixture
 from localllm.kernels.gpu.launch import first_line, run_all
@@ -31,7 +32,7 @@ from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, Weights
+from localllm.kernels.sizes import CENTRED, DeltaShape, Weights
 
 EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
 ROUNDED = 5e-3  # where bf16 is multiplied
@@ -64,6 +65,7 @@ class Heads:
     window: int | None = None
     softcap: float | None = None
     has_norms: bool = False
+    has_gate: bool = False
     rotary: float = 1.0  # of a head's features, the share that RoPE turns
     dtype: torch.dtype = torch.bfloat16
 
@@ -81,6 +83,7 @@ ATTENTION = (
     Heads("int8", "int8", 96, 12, 2),
     Heads("dense", "dense", 80, 6, 2),
     Heads("int8", "int8", has_norms=True, rotary=0.5),
+    Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
     Heads("dense", "dense", 64, dtype=torch.float32),
 )
 
@@ -93,6 +96,7 @@ ROUTERS = (
     RouterConfig("chosen", 32, 4),
     RouterConfig("sparsemixer", 16, 2, jitter=0.01),
 )
+DELTAS = (DeltaShape(16, 32, 128, 128), DeltaShape(4, 4, 96, 192, is_tiled=True))
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,11 @@ class CheckSizes:
     attention: tuple[Heads, ...] = ATTENTION
     activations: tuple[str, ...] = ("silu", "gelu", "gelu_tanh")
     routers: tuple[RouterConfig, ...] = ROUTERS
+    deltas: tuple[DeltaShape, ...] = DELTAS
 
 
 # For the interpreter, where all of it takes minutes.
-SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=())
+SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=(), deltas=())
 
 _ROUTE_PARTS = ("logits", "experts", "weights")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -151,6 +156,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
     for each in dict.fromkeys((INT8, *weights)):
         yield from _taken(f"an embedding of {each.name}", _embedded(device, each, sizes))
     yield from _taken("drawn tokens", _drawn(device))
+    for shape in sizes.deltas:
+        yield from _taken(f"a delta rule of {shape}", (Case(*each) for each in delta_cases(device, shape, weights)))
     for heads in sizes.attention:
         yield from _taken(f"attention of {heads}", _attention(device, heads, weights))
 
@@ -423,21 +430,23 @@ def _attention(device: torch.device, heads: Heads, matrices: Iterable[Weights] =
         q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
         angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
         q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
+        gate = torch.randn((count, H * D), device=device) if heads.has_gate else None
         right = pages.copied().attended(q, k, v)
+        right = right if gate is None else right * gate.sigmoid()
         rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
         in_steps = pages.copied()
         found, stepwise = (_poisoned(count, H * D, device=device) for _ in range(2))
-        pages.by_kernels(qkv, rope, rows, found, is_prefill=is_prefill)
+        pages.by_kernels(qkv, rope, rows, found, gate, is_prefill=is_prefill)
         tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
         yield Case(f"attention of {heads}, {count} rows", _error(found, right), tolerance)
         if is_prefill:
-            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, is_prefill=False)
+            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, gate, is_prefill=False)
             yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
         for weights in {(each.columns, each.bits): each for each in matrices}.values():
             expected, codes = (_codes_for(weights, count, H * D, device) for _ in range(2))
             if can_code(D, codes.group):
                 activations.to_codes(found, expected, H * D).run()
-                pages.by_kernels(qkv, rope, rows, codes, is_prefill=is_prefill)
+                pages.by_kernels(qkv, rope, rows, codes, gate, is_prefill=is_prefill)
                 yield Case(
                     f"attention of {heads}, {count} rows: codes for {weights.name}", _differing(codes, expected), 0
                 )
@@ -495,7 +504,9 @@ class _Pages:
         mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
         return mixed.flatten(1)
 
-    def by_kernels(self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, *, is_prefill: bool) -> None:
+    def by_kernels(
+        self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, gate: Tensor | None, *, is_prefill: bool
+    ) -> None:
         T, H, D = self.count, self.heads.heads, qkv.shape[-1]
         positions = torch.arange(self.past, self.past + T)
         numbers = positions // PAGE_TOKENS
@@ -515,4 +526,4 @@ class _Pages:
         sections = 1 if is_prefill else len(self.pages)
         parts = new_parts(sections, T, H, D, self.device)
         options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, **options))
+        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, gate=gate, **options))

@@ -49,12 +49,13 @@ Tell = Callable[[str], object]
 class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8, or the fields of `Weights` for codes
     that mean anything else; attention: by the fields of `check.Heads`; activation: of its MLPs' gates; routers: of its
-    mixtures, by the fields of `RouterConfig`."""
+    mixtures, by the fields of `RouterConfig`; deltas: of its layers of Gated DeltaNet, by those of `DeltaShape`."""
 
     groups: list[int | dict[str, Any] | None]
     attention: list[dict[str, Any]]
     activation: str
     routers: NotRequired[list[dict[str, Any]]]
+    deltas: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)

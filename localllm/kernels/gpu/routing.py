@@ -239,22 +239,22 @@ def route(
     """x [T, hidden] of any float type, in rows of any stride: normed, unless there is a norm among the parts. positions
     int32 [T]: as `rope.TokenTables` has them. codes: of x, through the norm, for the experts' first matrix, are made
     beside the choice. Choose as `reference.route` does."""
-    return [_logits_of(x, router, parts, routes), _choice_of(x, router, parts, routes, positions, codes)]
+    return [logits_of(x, parts, routes.logits), _choice_of(x, router, parts, routes, positions, codes)]
 
 
-def _logits_of(x: Tensor, router: RouterConfig, parts: RouterWeights, routes: Routes) -> KernelLaunch:
-    rows, features = len(x), parts.weight.shape[1]
+def logits_of(x: Tensor, parts: RouterWeights, logits: Tensor) -> KernelLaunch:
+    """logits fp32 [T, E], or [T, E + 1] with that of a gate: a product in fp32 with few rows of weights."""
+    rows, (experts, features) = len(x), parts.weight.shape
     # Estimated: of one row each expert is a warp's, with eight loads of its weights on their way.
     each, some, unroll = (1, 1, 8) if rows == 1 else (4, 4, 2) if rows <= 16 else (16, 8, 1)
-    outputs = router.num_experts + (parts.gate is not None)
+    outputs = experts + (parts.gate is not None)
     return KernelLaunch(
         _logits,
         (triton.cdiv(rows, each), triton.cdiv(outputs, some)),
         {
             "x": x, "norm": parts.norm, "router": parts.weight, "gate": parts.gate, "bias": parts.bias,
-            "logits": routes.logits,
-            "rows": rows, "experts": router.num_experts, "features": features, "x_stride": x.stride(0),
-            "logit_stride": routes.logits.stride(0), "eps": float(parts.eps),
+            "logits": logits, "rows": rows, "experts": experts, "features": features, "x_stride": x.stride(0),
+            "logit_stride": logits.stride(0), "eps": float(parts.eps),
         },
         {"ROWS": each, "EXPERTS": some, "HALVINGS": _HALVINGS, "UNROLL": unroll},
         num_warps=some,

@@ -1,0 +1,369 @@
+"""Gated DeltaNet between its two projections, on a GPU: three launches. `kernels.delta_rule` defines what it computes.
+
+The first does what one token or its few predecessors decide: the convolution, the lengths of queries and keys, the
+gates. The second walks a sequence's tokens: a program has some value features of a head, and their part of the state in
+registers. The state is read once; it is written where the tokens end that count for certain, and where a snapshot is
+due. The third is the norm with the gate of what comes out, as floats or as codes for the matrix that follows.
+
+Every token is computed by the same operations in the same order: no bit depends on the rows beside it, nor on which
+step computes it. So there is no form for chunks of a prompt, which would give a prompt's tokens other bits than a
+step's.
+
+The second writes the rows that a sequence keeps, when the first, which reads them, is done. A program of the second has
+its share of a row: it knows of no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from localllm.kernels import delta_rule
+from localllm.kernels.delta_rule import DeltaWeights
+from localllm.kernels.gpu.activations import Codes, activated
+from localllm.kernels.gpu.attention_merge import appended, can_code, store_codes
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
+from localllm.kernels.sizes import DELTA_WORDS, STEP_ROWS, DeltaShape
+
+REPLAYED_ROWS = 2 * STEP_ROWS  # of a segment, at most
+_REPLAYED = tl.constexpr(REPLAYED_ROWS)
+_L2_EPS = tl.constexpr(delta_rule.L2_EPS)
+_WORDS = tl.constexpr(len(DELTA_WORDS))
+_VALUES = 8  # features of a program: a warp holds its part of a state of 128 key features in 32 registers a thread
+_FEW_RUNS, _RUN_TOKENS = 4, 4  # of a segment's tokens, each of which one program prepares
+
+
+@dataclass(frozen=True)
+class DeltaTables:
+    """segments int64 [S, words]: see DELTA_WORDS; end is not above begin where a segment is nobody's. positions int32
+    [M]: -1 is a padding row, for which nothing is written. num_rows: of the buffers that also hold rows computed again.
+    """
+
+    segments: Tensor
+    positions: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions) + REPLAYED_ROWS * len(self.segments)
+
+
+@triton.jit
+def _floats_at(address, offset):
+    return tl.multiple_of((address + offset).to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def _raw(
+    wide, gates, ring, begin, past, position, column, mask, wide_stride,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Columns of what goes into the layer at a position, fp32: from the batch, or from what was kept before it; zeros
+    before the first token."""
+    row, is_new, is_gate = begin + position - past, position >= past, column >= CHANNELS
+    is_kept = (position >= 0) & (position < past)
+    kept = tl.load(ring + (position + KEPT) % KEPT * ROW + column, mask=mask & is_kept, other=0.0)
+    new = tl.load(wide + row * wide_stride + column, mask=mask & is_new & (column < CHANNELS), other=0.0)
+    gate = tl.load(gates + row * (ROW - CHANNELS) + column - CHANNELS, mask=mask & is_new & is_gate, other=0.0)
+    return tl.where(is_new, tl.where(is_gate, gate, new.to(tl.float32)), kept)
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log(1 + e^-|x|), the logarithm by its series, as a card's own is not exact near one: with
+    z = y / (2 + y), log(1 + y) = 2 (z + z^3 / 3 + z^5 / 5 + ...), z being a third at most."""
+    y = tl.exp(-tl.abs(x))
+    z = y / (2.0 + y)
+    square = z * z
+    series = square * 0.0 + 1.0 / 15
+    for i in tl.static_range(7):
+        series = tl.fma(series, square, square * 0.0 + 1.0 / (13 - 2 * i))
+    return tl.maximum(x, 0.0) + 2.0 * z * series
+
+
+@triton.jit(do_not_specialize=["layer", "runs"])
+def _prepare(
+    wide, gates, conv, a_log, dt_bias, prepared, firsts, segments, beta_scale, layer, wide_stride, runs,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
+    POSITIONS: tl.constexpr, STATE_BYTES: tl.constexpr, SNAPSHOT_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A program has a head of the queries, keys or values, and a run of a segment's tokens."""
+    after_previous(OVERLAPS)
+    unit, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    begin, last = tl.load(words), tl.load(words + 1)
+    if last <= begin:
+        return
+    past, state, row = tl.load(words + 2), tl.load(words + 4), tl.load(words + 5)
+    state += layer.to(tl.int64) * STATE_BYTES
+    end, ring = past + last - begin, _floats_at(state, MATRIX_BYTES)
+    position = tl.load((state + POSITIONS).to(tl.pointer_type(tl.int64)))
+    first = tl.maximum(tl.minimum(position, past), past - _REPLAYED)
+    if (unit == 0) & (run == 0):
+        tl.store(firsts + tl.program_id(2), first)
+    head, is_value = unit - 2 * KEY_HEADS, unit >= 2 * KEY_HEADS
+    lane = tl.arange(0, BLOCK)
+    column = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, unit * KEY_DIM) + lane
+    mask = lane < tl.where(is_value, VALUE_DIM, KEY_DIM)
+    weights = ()
+    for tap in tl.static_range(TAPS):
+        weights = appended(weights, tl.load(conv + tap * CHANNELS + column, mask=mask, other=0.0))
+    each = (end - first + runs - 1) // runs
+    for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
+        value = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(TAPS):
+            seen = _raw(
+                wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
+                CHANNELS, ROW, KEPT,
+            )  # fmt: skip
+            value = tl.fma(seen, weights[tap], value)
+        value = activated(value, "silu")
+        into = prepared + (row + position - past) * ROW
+        if is_value:
+            at = CHANNELS + head
+            b = _raw(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
+            a = _raw(wide, gates, ring, begin, past, position, at + VALUE_HEADS, True, wide_stride, CHANNELS, ROW, KEPT)
+            rate = tl.exp(tl.load(a_log + head)) * _softplus(a + tl.load(dt_bias + head))
+            tl.store(into + at, beta_scale / (1 + tl.exp(-b)))
+            tl.store(into + at + VALUE_HEADS, tl.exp(-rate))
+        else:
+            value = value * tl.rsqrt(tl.sum(value * value, axis=0) + _L2_EPS)
+            value = tl.where(unit < KEY_HEADS, value * KEY_DIM**-0.5, value)
+        tl.store(into + column, value, mask=mask)
+    if run == 0:
+        _store_tails(
+            wide, gates, ring, words, begin, past, first, end, layer, column, mask, wide_stride,
+            CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES, SNAPSHOT_BYTES,
+        )  # fmt: skip
+        if is_value:
+            at = CHANNELS + head + tl.arange(0, 2) * VALUE_HEADS
+            _store_tails(
+                wide, gates, ring, words, begin, past, first, end, layer, at, at < ROW, wide_stride,
+                CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES, SNAPSHOT_BYTES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_tails(
+    wide, gates, ring, words, begin, past, first, end, layer, column, mask, wide_stride,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
+    SNAPSHOT_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Columns of the rows before each snapshot's position, to the snapshot."""
+    pairs = tl.load(words + 6).to(tl.pointer_type(tl.int64))
+    for n in range(tl.load(words + 7)):
+        wanted, address = tl.load(pairs + 2 * n), tl.load(pairs + 2 * n + 1)
+        if (wanted > first) & (wanted <= end):
+            tail = _floats_at(address + layer.to(tl.int64) * SNAPSHOT_BYTES, MATRIX_BYTES)
+            for tap in tl.static_range(TAPS - 1):
+                row = _raw(
+                    wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
+                    CHANNELS, ROW, KEPT,
+                )  # fmt: skip
+                tl.store(tail + tap * ROW + column, row, mask=mask)
+
+
+@triton.jit
+def _token(
+    row, key_head, head, key, value, is_there,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """What was prepared of a token: query, key, value, beta and decay."""
+    query_at = row + key_head * KEY_DIM + key
+    mask = is_there & (key < KEY_DIM)
+    q = tl.load(query_at, mask=mask, other=0.0)
+    k = tl.load(query_at + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
+    v = tl.load(row + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value, mask=is_there, other=0.0)
+    beta = tl.load(row + CHANNELS + head, mask=is_there, other=0.0)
+    decay = tl.load(row + CHANNELS + VALUE_HEADS + head, mask=is_there, other=0.0)
+    return q, k, v, beta, decay
+
+
+@triton.jit
+def _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES: tl.constexpr):
+    """Before which position the state is to be stored next, and where: a snapshot, or behind the last of them the state
+    itself. -1 behind that."""
+    is_snapshot = n < num
+    wanted = tl.load(pairs + 2 * n, mask=is_snapshot, other=0)
+    address = tl.load(pairs + 2 * n + 1, mask=is_snapshot, other=0) + layer.to(tl.int64) * SNAPSHOT_BYTES
+    stop = tl.where(is_snapshot, wanted, tl.where(n == num, own_end, -1))
+    return stop, tl.where(is_snapshot, address, state)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _take_in(
+    wide, gates, prepared, firsts, mixed, segments, layer, wide_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, MATRIX_BYTES: tl.constexpr,
+    POSITIONS: tl.constexpr, STATE_BYTES: tl.constexpr, SNAPSHOT_BYTES: tl.constexpr, IS_TILED: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SHARE: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A program has VALUES features of a value head in one segment, and SHARE columns of the rows that are kept."""
+    after_previous(OVERLAPS)
+    part, head, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    begin, last = tl.load(words), tl.load(words + 1)
+    if last <= begin:
+        return
+    past, committed, row = tl.load(words + 2), tl.load(words + 3), tl.load(words + 5)
+    state = tl.load(words + 4) + layer.to(tl.int64) * STATE_BYTES
+    pairs, num = tl.load(words + 6).to(tl.pointer_type(tl.int64)), tl.load(words + 7)
+    first, end = tl.load(firsts + tl.program_id(2)), past + last - begin
+    own_end = tl.maximum(committed, first)
+    key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
+    key, value = tl.arange(0, KEYS), part * VALUES + tl.arange(0, VALUES)
+    place = (head * VALUE_DIM + value // LANES * LANES)[None, :] * KEY_DIM + key[:, None] * LANES
+    place, is_key = place + (value % LANES)[None, :], (key < KEY_DIM)[:, None]
+    S = tl.load(_floats_at(state, 0) + place, mask=is_key, other=0.0)
+    at = prepared + (row + first - past) * ROW
+    q, k, v, beta, decay = _token(
+        at, key_head, head, key, value, first < end, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS
+    )
+    n = first * 0
+    for i in range(num):
+        n += (tl.load(pairs + 2 * i) <= first).to(tl.int64)
+    stop, target = _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES)
+    for position in range(first, end):
+        at += ROW
+        next_q, next_k, next_v, next_beta, next_decay = _token(
+            at, key_head, head, key, value, position + 1 < end,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS,
+        )  # fmt: skip
+        # All sums are of the state before this token, so that they do not wait for each other.
+        by_key, by_query = tl.sum(S * k[:, None], axis=0), tl.sum(S * q[:, None], axis=0)
+        delta = tl.fma(by_key, tl.zeros_like(v) - decay, v) * beta
+        o = tl.fma(delta, tl.zeros_like(v) + tl.sum(q * k, axis=0), by_query * decay)
+        S = tl.fma(tl.broadcast_to(k[:, None], S.shape), tl.broadcast_to(delta[None, :], S.shape), S * decay)
+        into = mixed + ((begin + position - past) * VALUE_HEADS + head) * VALUE_DIM + value
+        tl.store(into, o, mask=position >= past)
+        while position + 1 == stop:
+            tl.store(_floats_at(target, 0) + place, S, mask=is_key)
+            n += 1
+            stop, target = _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES)
+        q, k, v, beta, decay = next_q, next_k, next_v, next_beta, next_decay
+    if part == 0:
+        tl.store((state + POSITIONS).to(tl.pointer_type(tl.int64)) + head, own_end)
+    column = (head * (VALUE_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
+    ring = _floats_at(state, MATRIX_BYTES)
+    for position in range(tl.maximum(past, end - KEPT), end):
+        kept = _raw(
+            wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
+        )  # fmt: skip
+        tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
+
+
+@triton.jit(do_not_specialize=["code_stride"])
+def _gated_norm(
+    mixed, wide, norm, out, code_scale, code_bias, positions, eps, wide_stride, code_stride,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    after_previous(OVERLAPS)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(positions + row) < 0:
+        return
+    lane = tl.arange(0, BLOCK)
+    mask, at = lane < VALUE_DIM, (row * VALUE_HEADS + head) * VALUE_DIM + lane
+    o = tl.load(mixed + at, mask=mask, other=0.0)
+    z = tl.load(wide + row * wide_stride + CHANNELS + head * VALUE_DIM + lane, mask=mask, other=0.0).to(tl.float32)
+    y = o * tl.rsqrt(tl.sum(o * o, axis=0) / VALUE_DIM + eps) * tl.load(norm + lane, mask=mask, other=0.0)
+    y = y * activated(z, "silu")
+    if CODE_GROUP > 0:
+        groups: tl.constexpr = BLOCK // CODE_GROUP
+        store_codes(
+            tl.reshape(y, (groups, CODE_GROUP)), out, code_scale, code_bias, row, head * VALUE_DIM,
+            VALUE_HEADS * VALUE_DIM, code_stride, groups, CODE_GROUP, CODE_BITS,
+        )  # fmt: skip
+    else:
+        tl.store(out + at, y, mask=mask)
+
+
+def mix(
+    wide: Tensor, gates: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: DeltaWeights, shape: DeltaShape,
+    layer: int,
+) -> list[KernelLaunch]:  # fmt: skip
+    """wide [M, channels + value features], in rows of any stride: queries, keys and values before the convolution, then
+    z, of any float type. gates fp32 [M, 2 * value heads]: b, then a. out fp32 [M, value features], or its codes where
+    `can_code` has heads of so many. layer: its number among those whose states follow each other on the device."""
+    assert shape.fills_vectors and gates.dtype is torch.float32 and gates.is_contiguous() and wide.stride(1) == 1
+    own = (weights.conv, weights.a_log, weights.dt_bias, weights.norm)
+    assert all(each.dtype is torch.float32 and each.is_contiguous() for each in own)
+    rows, device, segments = len(tables.positions), wide.device, tables.segments
+    prepared = torch.empty((tables.num_rows, shape.row_floats), device=device)
+    firsts = torch.empty(len(segments), dtype=torch.int64, device=device)
+    mixed = torch.empty((rows, shape.value_features), device=device)
+    shared: dict[str, Tensor | int | float | None] = {
+        "wide": wide, "gates": gates, "prepared": prepared, "firsts": firsts, "segments": segments, "layer": layer,
+        "wide_stride": wide.stride(0),
+    }  # fmt: skip
+    runs = min(rows + 1, _FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, _RUN_TOKENS)
+    preparing = KernelLaunch(
+        _prepare,
+        (2 * shape.key_heads + shape.value_heads, runs, len(segments)),
+        {
+            **shared, "conv": weights.conv, "a_log": weights.a_log, "dt_bias": weights.dt_bias,
+            "beta_scale": float(weights.beta_scale), "runs": runs,
+        },
+        {
+            **_sizes(shape), "TAPS": shape.conv_width,
+            "BLOCK": triton.next_power_of_2(max(shape.key_dim, shape.value_dim)),
+        },
+        num_warps=1,
+    )  # fmt: skip
+    parts = shape.value_dim // _VALUES
+    taking = KernelLaunch(
+        _take_in,
+        (parts, shape.value_heads, len(segments)),
+        {**shared, "mixed": mixed},
+        {
+            **_sizes(shape), "LANES": shape.lanes, "IS_TILED": shape.is_tiled,
+            "KEYS": triton.next_power_of_2(shape.key_dim), "VALUES": _VALUES,
+            "SHARE": triton.next_power_of_2(triton.cdiv(shape.row_floats, parts * shape.value_heads)),
+        },
+        num_warps=1,
+        num_stages=1,
+    )  # fmt: skip
+    return [preparing, taking, _norm(mixed, wide, out, tables, weights, shape)]
+
+
+def _sizes(shape: DeltaShape) -> dict[str, Any]:
+    return {
+        "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim, "CHANNELS": shape.channels, "ROW": shape.row_floats, "KEPT": shape.kept_rows,
+        "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": _positions_begin(shape), "STATE_BYTES": shape.state_bytes,
+        "SNAPSHOT_BYTES": shape.snapshot_bytes,
+    }  # fmt: skip
+
+
+def _positions_begin(shape: DeltaShape) -> int:
+    """Return where in a state the positions of its heads are."""
+    rows_end = shape.matrix_bytes + 4 * shape.kept_rows * shape.row_floats
+    return -(-rows_end // 8) * 8
+
+
+def _norm(
+    mixed: Tensor, wide: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: DeltaWeights, shape: DeltaShape
+) -> KernelLaunch:
+    codes = out if isinstance(out, Codes) else None
+    assert codes is None or (can_code(shape.value_dim, codes.group) and codes.q.shape[1] == shape.value_features)
+    return KernelLaunch(
+        _gated_norm,
+        (len(tables.positions), shape.value_heads),
+        {
+            "mixed": mixed, "wide": wide, "norm": weights.norm, "out": out.q if isinstance(out, Codes) else out,
+            "code_scale": None if codes is None else codes.scale, "code_bias": None if codes is None else codes.bias,
+            "positions": tables.positions, "eps": float(weights.eps), "wide_stride": wide.stride(0),
+            "code_stride": 0 if codes is None else codes.scale.stride(0),
+        },
+        {
+            "VALUE_HEADS": shape.value_heads, "VALUE_DIM": shape.value_dim, "CHANNELS": shape.channels,
+            "BLOCK": triton.next_power_of_2(shape.value_dim), "CODE_GROUP": 0 if codes is None else codes.group,
+            "CODE_BITS": 0 if codes is None else codes.bits,
+        },
+        num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""A decoder with layers of Gated DeltaNet and gated attention by the GPU's kernels, beside torch's operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.engine import Engine
+from localllm.engine.step_types import Chunk
+from localllm.kernels.gpu.launch import recorded
+from localllm.models.gpu_program import GpuProgram, is_ours
+from localllm.settings import EngineConfig
+from tests.checkpoints import linear, write_checkpoint
+from tests.gpu.test_graphs import Replaying
+from tests.gpu.test_step import EXACT, by_kernels, by_operators, error, ids, logits, sampling, texts
+from tests.thinning import every_other
+
+SIZES = linear(1, 2, 16, 32, head_dim=32) | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+}
+
+
+def loaded(folder: Path, weights: str, kv: str = "int8") -> Engine:
+    write_checkpoint(folder, "qwen3_5", layers=2, **SIZES)
+    engine = Engine.load(folder, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv, speculate="off"))
+    assert all(is_ours(block, block.device) for block in engine.model.blocks)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "tolerance"), every_other([("int4-g32", "int8", 0.02), ("fp32", "bf16", EXACT)])
+)
+def test_layers_of_both_kinds_are_computed_as_operators_do(
+    weights: str, kv: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Behind a coded page too, and the other way round behind states that the kernels have left."""
+    engine, token_ids = loaded(tmp_path, weights, kv), ids(90)
+    expected = logits(engine, by_operators(engine.model), token_ids, [90])
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [70, 17, 2, 1]), expected) < tolerance
+    runners, cache, found = (by_kernels(engine.model), by_operators(engine.model)), engine.residency.new_kv(90), []
+    for number, size in enumerate((66, 17, 3, 2, 2)):
+        found.append(runners[number % 2].forward([Chunk(token_ids, cache, size, all_logits=True)]))
+    assert error(torch.cat(found), expected) < tolerance
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_prompts_rows_have_a_steps_bits_in_chunks_of_any_size(tmp_path: Path) -> None:
+    engine, sizes = loaded(tmp_path, "int4-g32"), [33, 17, 9, 5, 1, 1]
+    token_ids = ids(sum(sizes))
+    whole = logits(engine, by_kernels(engine.model), token_ids, [sum(sizes)])
+    assert torch.equal(logits(engine, by_kernels(engine.model), token_ids, sizes), whole)
+
+
+@pytest.mark.usefixtures("products_row_by_row")
+def test_a_row_has_the_same_bits_in_a_batch_and_behind_drafts_that_were_rejected(tmp_path: Path) -> None:
+    engine = loaded(tmp_path, "int4-g32")
+    runner, prompts = by_kernels(engine.model), [ids(length, seed=length) for length in (24, 7, 19)]
+    alone = [logits(engine, runner, prompt, [len(prompt) - 2, 1, 1])[-2:] for prompt in prompts]
+    caches = [engine.residency.new_kv(30) for _ in prompts]
+    for cache, prompt in zip(caches, prompts, strict=True):
+        runner.forward([Chunk(prompt, cache, len(prompt) - 2)])
+    for row in range(2):
+        drafts = [Chunk([*p[: len(p) - 2 + row], 7, 8, 9], kv, 3) for kv, p in zip(caches, prompts, strict=True)]
+        runner.forward(drafts, advances=False)
+        together = runner.forward([Chunk(p, kv, 1) for kv, p in zip(caches, prompts, strict=True)])
+        assert torch.equal(together, torch.stack([each[row] for each in alone]))
+
+
+def test_replayed_steps_read_the_states_that_the_tables_name(tmp_path: Path) -> None:
+    """Of two sequences in turn, and of requests that come and go."""
+    engine = loaded(tmp_path, "fp32", "bf16")
+    chats = [ids(40, seed=1), ids(70, seed=2)]
+
+    def found(program: GpuProgram) -> list[Tensor]:
+        runner = by_kernels(engine.model)
+        runner.gpu_program = program
+        caches = [engine.residency.new_kv(90) for _ in chats]
+        rows = [runner.forward([Chunk(chat, kv, len(chat) - 2)]) for chat, kv in zip(chats, caches, strict=True)]
+        for _ in range(2):
+            rows += [runner.forward([Chunk(chat, kv, 1)]) for chat, kv in zip(chats, caches, strict=True)]
+        for cache in caches:
+            cache.close()
+        return rows
+
+    graphs = Replaying()
+    expected, replayed = found(GpuProgram(engine.model)), found(GpuProgram(engine.model, graphs))
+    assert all(torch.equal(*pair) for pair in zip(expected, replayed, strict=True)) and graphs.replays > 0
+    wishes, prompts = [sampling(0.9, 3), sampling(0, 2)], [ids(length, seed=length) for length in (18, 3)]
+    engine.runner.cpu_program, engine.runner.gpu_program = None, GpuProgram(engine.model)
+    answers = texts(engine, wishes, prompts)
+    engine.runner.gpu_program = GpuProgram(engine.model, Replaying())
+    assert texts(engine, wishes, prompts) == answers
+
+
+def test_a_layer_of_either_kind_is_few_launches_a_step(tmp_path: Path) -> None:
+    engine = loaded(tmp_path, "int4-g32")
+    runner, cache = by_kernels(engine.model), engine.residency.new_kv(10)
+    with recorded(runs=True) as launches:
+        runner.forward([Chunk(ids(1), cache, 1)])
+    names = [launch.name for launch in launches]
+    delta = ["_logits", "_to_codes", "_gemm", "_prepare", "_take_in", "_gated_norm", "_gemm"]
+    assert names[1:8] == delta and "_rope_store" in names[8:]
+
+
+def test_a_prompt_over_several_batches_leaves_the_snapshots_that_operators_leave(tmp_path: Path) -> None:
+    engine, token_ids, taken = loaded(tmp_path, "fp32", "bf16"), ids(200), []
+    for runner in (by_kernels(engine.model), by_operators(engine.model)):
+        runner.batch_rows, cache = 50, engine.residency.new_kv(210)
+        assert cache.state is not None
+        cache.state.watch((64, 128, 192))
+        runner.forward([Chunk(token_ids, cache, 200)])
+        taken.append(cache.state.snapshots)
+    assert list(taken[0]) == list(taken[1]) == [64, 128, 192]
+    for position, snapshot in taken[0].items():
+        found, expected = (each.layer(0).view(torch.float32) for each in (snapshot, taken[1][position]))
+        assert error(found, expected) < EXACT

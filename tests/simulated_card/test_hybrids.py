@@ -1,0 +1,91 @@
+"""Layers of Gated DeltaNet on a card whose streams run late: the text is the CPU's wherever blocks and states are."""
+
+from __future__ import annotations
+
+import itertools
+from itertools import product
+
+import pytest
+
+from localllm import TokenEvent
+from localllm.engine.request import Request
+from localllm.layers.delta_net import DeltaNet
+from localllm.models.gpu_program import is_ours
+from tests.checkpoints import linear, write_checkpoint
+from tests.engine_support import answered, generated
+from tests.packed_support import pack
+from tests.simulated_card.device import DEVICE, CardConfig
+from tests.simulated_card.support import PLACEMENTS, PROMPT, blocks, text, texts_of_the_cpu
+from tests.simulated_card.test_placements import wish
+from tests.test_device_placement import Packed
+from tests.thinning import one_in
+
+SMALLEST = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+SMALLEST |= {"layer_types": ["linear_attention", "full_attention"]}
+SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_checkpoint(folder, "qwen3_5", layers=4, **linear(2, 4, 16, 32, head_dim=32, intermediate_size=64))
+    return {
+        weights: Packed(folder, pack(folder, folder / weights, weights), weights) for weights in ("int4-g32", "int8")
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(hybrids):
+    return texts_of_the_cpu(hybrids, 6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "weights"), one_in(3, product(SCHEDULES, PLACEMENTS, ["int4-g32", "int8"]))
+)
+def test_the_text_is_that_of_the_cpu(schedule, placement, weights, hybrids, expected, simulated_card):
+    packed = hybrids[weights]
+    with simulated_card(CardConfig(schedule)) as card, packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, placement), 8)
+        ours = [is_ours(block, DEVICE) for block in placed.prefill_model.blocks if isinstance(block.body, DeltaNet)]
+        assert ours == [True] * 3
+        assert text(packed, placed, 6) == expected[weights]
+        assert card.counts["replays"]
+
+
+@pytest.mark.parametrize("schedule", one_in(2, SCHEDULES))
+def test_states_move_with_their_blocks_while_an_answer_is_written(schedule, hybrids, simulated_card):
+    packed = hybrids["int8"]
+    with packed.opened() as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        expected = generated(packed.engine(placed), PROMPT, 12, temperature=0.9, seed=5)
+    with simulated_card(CardConfig(schedule, seed=1)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        engine, answer, kinds = packed.engine(placed), [], itertools.cycle(["streamed", "mixed", "resident"])
+        for event in engine.generate(PROMPT, wish(12)):
+            if isinstance(event, TokenEvent):
+                answer.append(event.token_id)
+                if len(answer) % 3 == 0:
+                    engine.residency.move(blocks(packed, next(kinds)))
+        assert answer == expected
+
+
+def test_answers_that_share_steps_are_those_that_they_are_alone(hybrids, simulated_card):
+    packed = hybrids["int4-g32"]
+    requests = [Request(tuple(range(3, 3 + length)), wish(length % 7 + 3, length)) for length in (5, 18, 70)]
+    with simulated_card(CardConfig("lazy")), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        alone = [answered(packed.engine(placed), request)[0].token_ids for request in requests]
+        assert [heard.token_ids for heard in answered(packed.engine(placed), *requests)] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["resident", "mixed"])
+def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "qwen3_5", layers=2, **SMALLEST)
+    packed = Packed(tmp_path, pack(tmp_path, tmp_path / "int8", "int8"), "int8")
+    expected = texts_of_the_cpu({"int8": packed}, 3)
+    with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, placement), 8)
+        placed.wait_until_pinned()
+        assert text(packed, placed, 3) == expected["int8"]
+        assert card.counts["replays"]
