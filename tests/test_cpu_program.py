@@ -144,6 +144,17 @@ def test_chunks_of_any_size_give_the_same_bits(family, kv_format):
         assert torch.equal(run(runner, tokens, ends, kv_format), whole)
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_hidden_states_are_heard_before_the_head_takes_their_room(weights):
+    runner = ModelRunner(decoder(FAMILIES["qwen3_5"], weights))
+    heard: list[Tensor] = []
+    runner.on_states = lambda _chunks, states: heard.append(states.clone())
+    tokens = ids(10)
+    for wants_all in (True, False):
+        runner.forward([Chunk(tokens, new_kv(runner.model), 10, all_logits=wants_all)])
+    assert torch.equal(*heard)
+
+
 KINDS = [(torch.bfloat16, "k8v4"), (torch.float32, "bf16"), (torch.bfloat16, "bf16"), (torch.float32, "k8v4")]
 
 

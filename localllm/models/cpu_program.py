@@ -85,10 +85,7 @@ class CpuProgram:
             self._room = Buffers(self.decoder, self.isa, rows)
         room = self._room
         if on_block is None and len(batches) == 1 and not self._waits:
-            logits = self._in_one_call(room, batches[0])
-            if on_states is not None:
-                on_states(room.x[: len(batches[0])])
-            return logits
+            return self._in_one_call(room, batches[0], on_states)
         # A guess is judged by the pool's next call, which is another batch's where there are several.
         foresees = sum(map(len, batches)) == 1
         self.decoder.stream.begin()
@@ -103,18 +100,22 @@ class CpuProgram:
             on_states(torch.cat(states))
         return self._head(room, torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)]))
 
-    def _in_one_call(self, room: Buffers, batch: Batch) -> Tensor:
+    def _in_one_call(self, room: Buffers, batch: Batch, on_states: Callable[[Tensor], None] | None) -> Tensor:
         T, R = len(batch), len(batch.logit_rows)
         whole = self._placed(room, batch)
         if not whole.starts[0]:
             room.x[:T] = self.decoder.embed(batch.token_ids)
         if R < T or whole.head is None:
             whole.tape.run(0, whole.starts[-1])
+            if on_states is not None:
+                on_states(room.x[:T])  # before the head takes their room
             return self._head(room, room.x[batch.logit_rows])
         logits = self._new_logits(T, room.activations.block_rows)
         words, y = whole.head
         words[y] = logits.data_ptr()
         whole.tape.run()
+        if on_states is not None:
+            on_states(room.x[:T])
         return self._trimmed(logits, T)
 
     def _embedded(self, room: Buffers, batches: Sequence[Batch]) -> list[Tensor]:

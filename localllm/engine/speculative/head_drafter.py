@@ -78,7 +78,8 @@ class _Head:
         assert isinstance(head.embed, DraftInputs)
         self.runner, self._inputs = ModelRunner(head), head.embed
         self._norm, self._own_norm = model.final_norm, head.final_norm
-        self._next: dict[PagedKV, Tensor] = {}  # what the next pass reads of each sequence
+        # What the next pass reads of each sequence.
+        self._next: weakref.WeakKeyDictionary[PagedKV, Tensor] = weakref.WeakKeyDictionary()
         self.runner.on_states = self._made
 
     def read_next(self, kv: PagedKV, states: Tensor) -> None:
