@@ -16,6 +16,7 @@ from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.head_drafter import HeadDrafter
 from localllm.engine.speculative.head_shape import head_config, head_shape
 from localllm.engine.weights import open_checkpoint
+from localllm.errors import CheckpointError
 from localllm.hub import ModelFiles
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import block_layouts
@@ -39,10 +40,10 @@ class HeadModel:
     def of(
         cls, config: ModelConfig, files: ModelFiles, speculate: Speculate, planner: ModelPlanner
     ) -> HeadModel | None:
-        """Return the head of a model that may draft; None where there is none. config: of the model. Raises as
-        `head_config`."""
+        """Return the head of a model that may draft; None where there is none, or only a part of one and nobody asked
+        for it by its name. config: of the model. Raises as `head_config`."""
         head = head_config(config, files, speculate, planner.device)
-        if head is None:
+        if head is None or (speculate.who == "auto" and not _is_whole(files, head, planner.recipe)):
             return None
         kv = planner.wanted.kv
         shape = head_shape(head, planner.sizes, planner.dtype, files.name, planner.device, kv)
@@ -76,3 +77,13 @@ class HeadModel:
         kv_format = choose_format(self.kv, self.config.kv_shapes, self.dtype.itemsize)
         pages = new_pages(head_of(residency.model), kv_format)
         return HeadDrafter(residency, head_of, pages.new, sequences)
+
+
+def _is_whole(files: ModelFiles, head: ModelConfig, recipe: Recipe) -> bool:
+    """Return whether all tensors of a head are in the model's files, in their shapes."""
+    try:
+        with open_checkpoint(files, head, recipe) as source:
+            source.check()
+    except CheckpointError:
+        return False
+    return True
