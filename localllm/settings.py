@@ -189,7 +189,8 @@ class EngineConfig:
 
     ctx: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
-        "Context length in tokens. Default: the model's own, at most 8192; less if memory is short.",
+        "Context length in tokens. Default: the model's own, at most 8192, of a hybrid 262144; less if memory is "
+        "short.",
     )  # fmt: skip
     ram: int | None = setting(
         None, Accepts("bytes"), _MEASURED, "SIZE",
