@@ -48,10 +48,15 @@ class Search:
             return self._best_for(self.job)
         possible = contexts(self.shape, self.ctx)
         enough = min(CHAT_CTX, possible[0])
-        plans = [self._runnable(ctx, 1, ctx) for ctx in possible if ctx >= enough]
-        fitting = [plan for plan in plans if plan is not None and (self.ctx is not None or _is_modest(plan))]
+        fitting: list[Plan] = []
+        for ctx in (ctx for ctx in reversed(possible) if ctx >= enough):
+            plan = self._runnable(ctx, 1, ctx)
+            if plan is not None and (self.ctx is not None or _is_modest(plan)):
+                fitting.append(plan)
+            elif ctx > self.shape.default_ctx:  # a still longer one takes more
+                break
         if fitting:
-            return next(plan for plan in fitting if plan.decode_s * _WORTH <= fitting[-1].decode_s)
+            return next(plan for plan in reversed(fitting) if plan.decode_s * _WORTH <= fitting[0].decode_s)
         shorter = (self._runnable(ctx, 1, ctx) for ctx in possible if ctx < enough)
         best = next((plan for plan in shorter if plan is not None), None)
         if best is None:
