@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.oracle import FixedCount
 from localllm import Engine, Request, SamplingParams
-from localllm.engine.events import FinishedEvent
+from localllm.engine.events import FinishedEvent, PrefillEvent
+from localllm.engine.loader import LoadedModel
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.speculative.drafter import SkipDrafter
+from localllm.engine.speculative.speculator import Speculation
+from localllm.engine.step_types import Limits
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.layout import EMBED, HEAD
 from localllm.settings import EngineConfig
@@ -168,6 +174,67 @@ def test_what_an_answer_ends_with_is_where_the_next_turn_begins(hybrid: Engine) 
     chat = (*turn, *answer.token_ids, 257, 5, 6, 7)
     (event,) = ends_of(hybrid, Request(chat, SamplingParams(temperature=0, max_tokens=2)))
     assert event.usage.cached_tokens == (len(turn) + 89) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_drafts_lose_no_state_where_the_next_turn_begins(hybrid: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that drafts takes what was accepted into the states, and does not count itself."""
+    skipped = frozenset({"layers.1.attention", "layers.2.mlp"})
+    skips = SkipDrafter(lambda: hybrid.runner, lambda: skipped)
+    drafting = Speculation(hybrid.residency, None, [skips], 4, FixedCount)
+    turn = [*range(9, 109), 257, *range(105, 155)]
+    request = Request(tuple(turn), SamplingParams(temperature=0, max_tokens=190, ignore_eos=True))
+    monkeypatch.setattr(hybrid, "speculation", drafting)
+    (answer,) = answered(hybrid, request)
+    chat = (*turn, *answer.token_ids, 257, 5, 6, 7)
+    (event,) = ends_of(hybrid, Request(chat, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)))
+    assert event.usage.cached_tokens >= (len(turn) + 189 - 5) // PAGE_TOKENS * PAGE_TOKENS
+    drafting.close()
+
+
+def sharing(hybrid: Engine) -> Engine:
+    """The same model, whose steps serve several prompts at once: nothing of them is cached."""
+    limits = Limits(chunk_tokens=128, shares_steps=True)
+    return Engine(LoadedModel(hybrid.model, 1024), hybrid.tokenizer, limits=limits, reuse=NO_REUSE)
+
+
+def test_a_cancel_lets_no_other_prompt_of_the_same_step_begin_anew(hybrid: Engine) -> None:
+    engine, sampling = sharing(hybrid), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    kept = engine.submit(Request(tuple(range(5, 245)) * 2, sampling))
+    events = [*engine.step(), *engine.step()]
+    cancelled = engine.submit(Request(tuple(range(6, 106)), sampling))
+    on_block, calls = engine.scheduler.on_block, itertools.count()
+
+    def aborting() -> None:
+        if next(calls) == 4:
+            engine.abort(cancelled)
+        on_block()
+
+    engine.scheduler.on_block = aborting
+    events += steps(engine)
+    done = [event.done for event in events if isinstance(event, PrefillEvent) and event.request_id == kept]
+    assert done[:2] == [128, 256] and done == sorted(done) and done[-1] == 480
+    (ended,) = (event for event in events if isinstance(event, FinishedEvent) and event.request_id == cancelled)
+    assert ended.finish_reason == "cancelled" and next(calls) > 5
+
+
+def test_logprobs_of_a_prompt_that_is_begun_anew_are_told_once(hybrid: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sharing(hybrid)
+    wish = Request(tuple(range(5, 245)) * 2, SamplingParams(temperature=0, max_tokens=1), prompt_logprobs=0)
+
+    def told() -> list[Any]:
+        engine.submit(wish)
+        return [each for event in steps(engine) if isinstance(event, PrefillEvent) for each in event.logprobs]
+
+    expected, compute, calls = told(), engine.runner._logits, itertools.count()
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError
+        return compute(*given, **named)
+
+    monkeypatch.setattr(engine.runner, "_logits", failing)
+    monkeypatch.setattr(engine.kv_allocator, "gives_way", lambda *_: True)
+    assert told() == expected and len(expected) == 480 and next(calls) > 6
 
 
 def ends_of(engine: Engine, request: Request) -> list[FinishedEvent]:

@@ -98,7 +98,7 @@ class SequenceState:
         self.wanted: set[int] = set()
         self.follows = False
         self.snapshots: dict[int, LayerBytes] = {}
-        self.due: dict[int, LayerBytes] = {}  # that the forward takes
+        self.due: dict[int, LayerBytes] = {}  # that are taken by the forwards up to one that counts
         self._followed: int | None = None  # the position of the last one at a border that was just passed
         self._length = 0  # tokens that were computed and count
         self._settled = 0  # of these, those that the states hold in any case: they cannot be taken back
@@ -115,7 +115,6 @@ class SequenceState:
         assert not self._is_torn and length == self._length, "the states are those of the sequence's tokens"
         changes = end - length > STEP_ROWS
         self.committed = end if changes else length
-        self.due = {}
         for position in self._borders(self._settled, self.committed):
             self.due[position] = self._room(position)
         self._is_torn, self._settled = changes, self.committed if not changes else self._settled
@@ -176,7 +175,7 @@ class SequenceState:
 
     def move(self, homes: Sequence[torch.device]) -> None:
         """Move the states of each layer to these devices, and snapshots with them."""
-        for each in (self.states, *self.snapshots.values()):
+        for each in (self.states, *self.snapshots.values(), *self.due.values()):
             each.move(homes)
 
     def take_snapshots(self, *, with_last: bool) -> dict[int, LayerBytes]:

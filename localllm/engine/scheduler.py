@@ -84,12 +84,12 @@ class Scheduler:
         with self._lock:
             self._aborted.add(request_id)
 
-    def is_cancelled(self, ids: SetOf[int]) -> Callable[[], bool]:
-        """Return what a forward asks between two blocks: whether one of these requests was aborted."""
+    def is_cancelled(self, ids: SetOf[int], *, all_of_them: bool = False) -> Callable[[], bool]:
+        """Return what a forward asks between two blocks: whether one of these requests was aborted, or all of them."""
 
         def is_cancelled() -> bool:
             self.on_block()
-            return not ids.isdisjoint(self._aborted)
+            return ids <= self._aborted if all_of_them else not ids.isdisjoint(self._aborted)
 
         return is_cancelled
 

@@ -146,6 +146,7 @@ class Sequence:
         self.kv: PagedKV | None = None  # reserved at admission
         self.owns_kv = True
         self.num_cached_tokens = 0  # of the prompt, that were not computed
+        self.num_scored = 0  # tokens of the prompt whose logprobs were told
         self.miss: CacheMiss | None = None
         self.clock = Clock()
         self.draft_count = DraftCount()

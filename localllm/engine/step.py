@@ -115,7 +115,10 @@ class StepLoop:
 
     def _forward(self, scheduled: Scheduled, report: Callable[[Event], None]) -> list[Computed]:
         """Run one forward over the scheduled chunks and the tokens that are drafted behind them."""
-        runner, is_cancelled = self.residency.runner, self.scheduler.is_cancelled({s.request_id for s, _ in scheduled})
+        runner, ids = self.residency.runner, {sequence.request_id for sequence, _ in scheduled}
+        # The others of a hybrid would begin anew: their states have changed in place.
+        has_states = bool(self.residency.config.delta_nets)
+        is_cancelled = self.scheduler.is_cancelled(ids, all_of_them=has_states)
         with self._clocks(scheduled):
             if self.speculation.is_on:
                 scheduled = self.speculation.drafted(scheduled, is_cancelled)
@@ -264,11 +267,15 @@ class StepLoop:
         self, sequence: Sequence, begin: int, logits: Tensor | None
     ) -> tuple[TokenLogprob | None, ...]:
         """Return those of the prompt's tokens behind each from `begin` on, by the fp32 logits [T, V] in front of them;
-        the first token has none."""
+        the first token has none. What was returned before a prompt was begun anew is left out."""
         most, ids = sequence.request.prompt_logprobs or 0, sequence.token_ids[begin + 1 :]
         rows = () if logits is None else zip(logits, ids, strict=False)
         logprobs = (token_logprob(row, token_id, most, self._text_of) for row, token_id in rows)
-        return (*([None] if begin == 0 else []), *logprobs)
+        found = (*([None] if begin == 0 else []), *logprobs)
+        first = begin + 1 if begin else 0
+        fresh = found[max(0, sequence.num_scored - first) :]
+        sequence.num_scored += len(fresh)
+        return fresh
 
     def _seal(self, sequence: Sequence) -> None:
         if sequence.kv is not None and sequence.kv.length // PAGE_TOKENS != sequence.kv.num_sealed:
