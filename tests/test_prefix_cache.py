@@ -303,6 +303,26 @@ def test_after_a_restart_what_is_new_goes_to_the_disk_too(model, folder):
         of.close()
 
 
+def test_a_snapshot_that_a_full_queue_refused_is_written_when_the_answer_ends(folder, monkeypatch):
+    of, prompt = engine(reuse=reuse_of("disk", folder), model="hybrid"), tokens(300, seed=1)
+    assert of.prefix is not None and of.prefix.snapshots is not None and of.prefix.disk is not None
+    put, num_bytes, refused = of.prefix.disk.put, of.prefix.snapshots.num_bytes, []
+
+    def full_at_first(key, payload):
+        if len(payload) == num_bytes and not refused:
+            refused.append(key)
+            return False
+        return put(key, payload)
+
+    monkeypatch.setattr(of.prefix.disk, "put", full_at_first)
+    ask(of, prompt)
+    of.close()
+    of = engine(reuse=reuse_of("disk", folder), model="hybrid")
+    _, cached = ask(of, [*prompt, 5])
+    assert refused and cached == [256]
+    of.close()
+
+
 def test_ram_that_pages_come_and_go_in_stays_whole():
     of = engine(reuse=KVReuse(ram_bytes=140_000))
     assert of.prefix is not None

@@ -99,7 +99,7 @@ class KVPages:
 
     @property
     def nbytes(self) -> int:
-        states = sum(sequence.state.states.nbytes for sequence in self.sequences if sequence.state is not None)
+        states = sum(sequence.state.nbytes for sequence in self.sequences if sequence.state is not None)
         return states + sum(pool.nbytes for group in self.groups for pool in group.pools)
 
     @property

@@ -373,11 +373,13 @@ class PrefixCache:
         if self.snapshots is None or kv.state is None:
             return
         found = kv.state.take_snapshots(with_last=ends)
-        keys = self._chain(kv, token_ids[: kv.length], variant) if found else []
+        keys = self._chain(kv, token_ids[: kv.length], variant) if found or ends else []
         for position, snapshot in found.items():
             number = position // PAGE_TOKENS - 1
             if number < len(keys):
                 self.snapshots.put(keys[number], snapshot.payload())
+        if ends:
+            self.snapshots.persist(keys)
 
     def limit_ram(self, ram_bytes: int, snapshot_ram_bytes: int = 0) -> bool:
         """Keep no more than that in RAM from now on. Returns whether anything had to go."""

@@ -63,6 +63,12 @@ class SnapshotCache:
         if self._disk is not None and self._disk.holds(page.digest):
             self._disk.put(snapshot_key(page), payload.numpy().data)
 
+    def persist(self, pages: Iterable[PageKey]) -> None:
+        """Write what is in memory behind these pages and not on the disk, whose queue may have been full."""
+        for page in pages:
+            if page.digest in self._in_ram and not self._is_on_disk(page):
+                self.put(page, self._in_ram[page.digest])
+
     def touch(self, pages: Iterable[PageKey]) -> None:
         """Mark the snapshots behind these pages as used, in this order."""
         for page in pages:

@@ -75,11 +75,6 @@ class LayerBytes:
             return self._parts[HOST].view(-1)
         return torch.cat([self.layer(number).to(HOST) for number in range(len(self.rows))])
 
-    def read_from(self, payload: Tensor) -> None:
-        """payload: as `payload` returns it."""
-        for number, part in enumerate(payload.view(len(self.rows), -1)):
-            self.layer(number).copy_(part)
-
 
 class SequenceState:
     """The states of one sequence.
@@ -172,6 +167,11 @@ class SequenceState:
             state = self.states.layer(number)
             DeltaState(self.shape, state).read_snapshot(part.to(state.device), position)
         self._length = self._settled = position
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and of the snapshots that are here."""
+        return sum(each.nbytes for each in (self.states, *self.snapshots.values(), *self.due.values()))
 
     def move(self, homes: Sequence[torch.device]) -> None:
         """Move the states of each layer to these devices, and snapshots with them."""

@@ -137,12 +137,13 @@ class DraftModel:
             if not is_out_of_memory(error):
                 raise
             return None
+        prefix = PrefixCache(secrets.token_bytes(32), residency.kv_pages, snapshot_ram_bytes=self.shape.snapshots_bytes)
         is_dynamic = any(rope.kind in ("dynamic", "longrope") for rope in self.config.ropes)  # keys that change later
         drafter = ModelDrafter(
             f"model:{self.files.name}",
             lambda: residency.runner,
             residency.new_kv,
-            prefix=None if is_dynamic else PrefixCache(secrets.token_bytes(32), residency.kv_pages),
+            prefix=None if is_dynamic else prefix,
             ctx=self.config.longest_context,
             sequences=sequences,
             vocab_size=vocab_size,

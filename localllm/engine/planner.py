@@ -40,24 +40,33 @@ if TYPE_CHECKING:
 _TYPICAL = Rates(matrix_gbs=20.0, compute_gops=500.0, disk_gbs=1.0, is_measured=False)
 
 
+_DRAFT_SNAPSHOTS = 4  # a turn of a chat has two or three
+
+
 @dataclass(frozen=True)
 class DraftShape:
     """A second model that drafts, or a head.
 
-    beside_bytes: memory beside its weights, keys and values.
+    sequence_bytes: memory of a sequence beside its keys, values and states.
     shares_head: it makes logits by the matrix of the model that it drafts for.
     """
 
     shape: ModelShape
     longest_ctx: int
-    beside_bytes: int = 0
+    sequence_bytes: int = 0
     shares_head: bool = False
 
     def num_bytes(self, ctx: int, sequences: int = 1) -> int:
         """Return its memory: it computes prompts in parts, and never has many logits at once."""
         activations = BATCH_ROWS * self.shape.row_bytes + LOGIT_ROWS * self.shape.logits_bytes
         kv_bytes = self.shape.kv_bytes(sequences * min(ctx, self.longest_ctx), sequences)
-        return self.shape.num_bytes + kv_bytes + activations + self.beside_bytes
+        sequences_bytes = sequences * (self.sequence_bytes + self.shape.recurrent_bytes)
+        return self.shape.num_bytes + kv_bytes + sequences_bytes + activations + self.snapshots_bytes
+
+    @property
+    def snapshots_bytes(self) -> int:
+        """The most that the snapshots take by which a hybrid finds again what it has read."""
+        return _DRAFT_SNAPSHOTS * self.shape.snapshot_bytes
 
     def read_bytes(self, model: ModelShape) -> int:
         """Return the bytes of the weights that one draft reads. model: that it drafts for."""

@@ -291,10 +291,10 @@ class StepLoop:
         return finished if search is None else replace(finished, others=search.others(self.load_s))
 
     def _fail(self, sequence: Sequence, error: Exception) -> FinishedEvent:
+        sequence.finish_reason = "error"
         self._remove([sequence])
         if is_out_of_memory(error):
             error = out_of_memory(self.residency.device, error)
-        sequence.finish_reason = "error"
         return sequence.finished(self.load_s, error)
 
     def _drop_aborted(self) -> list[Event]:

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.oracle import FixedCount
 from localllm import Engine, Request, SamplingParams
 from localllm.cache.prefix import PrefixCache
+from localllm.engine import planner
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, KVReuse
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import ModelDrafter, SkipDrafter
@@ -119,3 +120,17 @@ def test_drafts_of_a_hybrid_change_no_state_that_counts(draft_tokens: int, tmp_p
     assert prefix.counts.pool == 2 and not second.residency.kv_pages.sequences
     engine.close()
     second.close()
+
+
+def test_a_hybrid_that_drafts_finds_again_what_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "why_left_out", lambda *_: "")  # one as large as its model would not pay
+    folder = small_checkpoint(tmp_path / "hybrid", "qwen3_5")
+    config = EngineConfig(device="cpu", weights="int4", speculate=f"model:{folder}")
+    engine, prompt = Engine.load(folder, config), drawn(140, 40)
+    (drafter,) = engine.speculation._drafters
+    assert isinstance(drafter, ModelDrafter) and drafter._prefix is not None
+    engine.speculation = Speculation(engine.residency, None, [drafter], 4, FixedCount)
+    for _ in range(2):
+        said(engine, prompt)
+    assert drafter._prefix.counts.pool == 2
+    engine.close()

@@ -36,11 +36,17 @@ class HeardStates:
 
     def take(self, begin: int, states: Tensor) -> None:
         """Take those of a forward, [T, hidden]. What was there of the same positions is computed anew."""
-        kept = self._joined()[: max(0, begin - self.begin)]
-        if self.begin + len(kept) != begin:  # some were not heard: of a prefix that was found
-            self.begin, kept = begin, kept[:0]
-        self._parts = [kept, states.clone()] if len(kept) else [states.clone()]
-        self.end = begin + len(states)
+        if not self.begin <= begin <= self.end:  # some were not heard: of a prefix that was found
+            self.begin = self.end = begin
+            self._parts = []
+        while self.end > begin:
+            last = self._parts.pop()
+            self.end -= len(last)
+            if self.end < begin:
+                self._parts.append(last[: begin - self.end])
+                self.end = begin
+        self._parts.append(states.clone())
+        self.end += len(states)
         if self.end - self.begin > 2 * MOST_STATES:
             self.give(self.end - MOST_STATES)
 
@@ -121,7 +127,8 @@ class HeadDrafter(Drafter):
         begin = 0
         for chunk in chunks:
             own = states[begin : begin + chunk.num_tokens]
-            self._heard.setdefault(chunk.kv, HeardStates()).take(chunk.begin, own)
+            if chunk.kv in self._heard or len(self._heard) < self._sequences:
+                self._heard.setdefault(chunk.kv, HeardStates()).take(chunk.begin, own)
             begin += chunk.num_tokens
 
     @property

@@ -11,7 +11,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.quant.layouts import Sizes
 
-HEAD_CTX = 1 << 14  # tokens that it attends to: then it begins anew with the last ones
+HEAD_CTX = 1 << 14  # tokens that it attends to: then it begins anew with those that it has not read
 MOST_STATES = 2048  # tokens before a draft that the head reads where it has read none: of 2,560 features, 20 MB in fp32
 _FIRST_TENSOR = "mtp.fc.weight"  # by which a checkpoint shows that it brings one
 
