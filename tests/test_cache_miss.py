@@ -15,8 +15,10 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import Request, SamplingParams
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatInput, encode_chat
+from tests.checkpoints import write_byte_tokenizer, write_checkpoint
 from tests.cli_support import run_cli
 
 TALE = "Once upon a time a fox found a lantern in the dark wood and asked an owl what it might be. " * 6
@@ -101,6 +103,25 @@ def test_the_first_message_that_differs_is_named_with_the_cause(
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert (miss.position, explanation.token) == (common, common)
     assert (explanation.message, explanation.role, explanation.cause) == (message, role, cause)
+
+
+def test_a_hybrid_tells_what_differs_and_from_where_it_is_computed(tmp_path: Path) -> None:
+    """Keys and values are there up to what differs, its states only where a snapshot was kept."""
+    write_checkpoint(tmp_path, "qwen3_5", max_position_embeddings=4096)
+    write_byte_tokenizer(tmp_path)
+    hybrid = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int4", ctx=1024))
+    asked(hybrid, [user(TALE)])
+    _, edited = asked(hybrid, [user(TALE[:300] + OTHER_TALE[:200])])
+    assert edited is not None
+    assert (edited.message, edited.role, edited.cause, edited.snapshot) == (1, "user", "an edited message", 0)
+    assert 300 <= edited.token < 350 and "computed from token 0 on, behind the last snapshot" in str(edited)
+    assert hybrid.prefix is not None and hybrid.prefix.snapshots is not None
+    hybrid.prefix.snapshots.limit_ram(0)
+    miss, again = asked(hybrid, [user(TALE)])
+    assert miss is not None and again is not None
+    assert (again.message, again.cause, again.snapshot) == (None, "no more is cached", 0)
+    assert miss.position % PAGE_TOKENS == 0 and miss.position >= 448
+    hybrid.close()
 
 
 def test_another_system_message_is_named(engine: Engine) -> None:

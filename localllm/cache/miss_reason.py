@@ -11,11 +11,11 @@ class CacheMiss:
 
     position: of the first token that differs; before, now: the ids that stood there in the nearest earlier prompt, and
     those that do now.
-    known: the tokens whose keys and values are known, where nothing differs: recurrent states are known of no more than
-    the first `position`.
+    snapshot: the last token before `position` behind which there is a snapshot of recurrent states, where keys and
+    values are known of more.
     """
 
     position: int
     before: tuple[int, ...] = ()
     now: tuple[int, ...] = ()
-    known: int | None = None
+    snapshot: int | None = None

@@ -309,11 +309,12 @@ class PrefixCache:
     def miss(self, keys: Sequence[PageKey], num_tokens: int, token_ids: Sequence[int]) -> CacheMiss | None:
         """Return where these tokens leave what is known, of whose pages the first `num_tokens` were found; None
         where nothing more is known of such a beginning."""
-        number = num_tokens // PAGE_TOKENS
+        number, snapshot = num_tokens // PAGE_TOKENS, None
         known_pages = len([*itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys)])
         if self.snapshots is not None and known_pages > number and len(token_ids) - 1 >= (number + 1) * PAGE_TOKENS:
-            return CacheMiss(num_tokens, known=known_pages * PAGE_TOKENS)
-        here = tuple(token_ids[num_tokens : num_tokens + PAGE_TOKENS])
+            number, snapshot = known_pages, num_tokens
+        begin = number * PAGE_TOKENS
+        here = tuple(token_ids[begin : begin + PAGE_TOKENS])
         parent = keys[number - 1].digest if number else self.root
         known = [entry.key.token_ids for entry in self._entries.values() if entry.key.parent == parent]
         if self.disk is not None:
@@ -321,9 +322,9 @@ class PrefixCache:
         nearest = max(known, key=lambda ids: _common(ids, here), default=())
         common = _common(nearest, here)
         if not nearest or common == len(here):
-            return None
-        at = num_tokens + common
-        return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]))
+            return None if snapshot is None else CacheMiss(begin, snapshot=snapshot)
+        at = begin + common
+        return CacheMiss(at, nearest[common:], tuple(token_ids[at : at + PAGE_TOKENS]), snapshot)
 
     # What becomes known
 

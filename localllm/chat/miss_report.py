@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 NEW = "a new conversation"
 _SHOWN_TOKENS = 12  # of each side: enough to recognise the place
+_LAST_SNAPSHOT = "behind the last snapshot of the model's states, which cannot be cut back"
 _REASONING = ("<think", "</think", "<|channel|>analysis", "[THINK]", "<reasoning")
 
 
@@ -27,6 +28,8 @@ class Explanation:
     token: the first that differs, from 0.
     message: its number, from 1; None where the template's own words differ, or the prompt is not a chat.
     before, now: the texts there.
+    snapshot: of a hybrid, the token from which it is computed: the last one before which its states were kept. None
+        where that is the first that differs.
     """
 
     token: int
@@ -35,29 +38,36 @@ class Explanation:
     cause: str
     before: str = ""
     now: str = ""
+    snapshot: int | None = None
 
     def __str__(self) -> str:
         where = "" if self.message is None else f", in message {self.message} ({self.role})"
         shown = f": {self.now!r} in place of {self.before!r}" if self.before or self.now else ""
-        return f"what was computed before ends at token {self.token}{where}: {self.cause}{shown}"
+        kept = "" if self.snapshot is None else f"; computed from token {self.snapshot} on, {_LAST_SNAPSHOT}"
+        return f"what was computed before ends at token {self.token}{where}: {self.cause}{shown}{kept}"
 
 
 def explain(
     engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, *, num_out: int = 0
 ) -> Explanation:
     """Explain a miss. chat: the messages of the prompt, if it has any. num_out: messages that have left the context."""
-    if miss.known is not None:
-        cause = f"the states of its layers are known up to here, keys and values of {miss.known:,} tokens"
-        return Explanation(miss.position, None, None, f"{cause}; a state cannot be cut back")
+    return replace(_difference(engine, chat, prompt_ids, miss, num_out), snapshot=miss.snapshot)
+
+
+def _difference(
+    engine: LoadedEngine, chat: ChatInput | None, prompt_ids: Sequence[int], miss: CacheMiss, num_out: int
+) -> Explanation:
+    if not miss.now:
+        return Explanation(miss.position, None, None, "no more is cached")
     before, now = (engine.tokenizer.decode(list(ids)) for ids in (miss.before, miss.now))
-    shown = [engine.tokenizer.decode(list(ids[:_SHOWN_TOKENS])) for ids in (miss.before, miss.now)]
+    shown_before, shown_now = (engine.tokenizer.decode(list(ids[:_SHOWN_TOKENS])) for ids in (miss.before, miss.now))
     index = None if chat is None else _message_at(engine, chat, prompt_ids, miss.position)
     if chat is None:
-        return Explanation(miss.position, None, None, "another text", *shown)
+        return Explanation(miss.position, None, None, "another text", shown_before, shown_now)
     if index is None:
         had_or_has = "system" in (before.strip()[:6].lower(), now.strip()[:6].lower())
         cause = "another system message" if had_or_has else "the template's own words are others"
-        return Explanation(miss.position, None, None, cause, *shown)
+        return Explanation(miss.position, None, None, cause, shown_before, shown_now)
     role = str(chat.messages[index].get("role"))
     first_asked = next((i for i, message in enumerate(chat.messages) if message.get("role") != "system"), 0)
     cause = _cause(role, before, now)
@@ -65,7 +75,7 @@ def explain(
         cause = "the oldest turns have left the context"
     elif index == first_asked and miss.position < PAGE_TOKENS:
         cause = NEW
-    return Explanation(miss.position, index + 1, role, cause, *shown)
+    return Explanation(miss.position, index + 1, role, cause, shown_before, shown_now)
 
 
 def _cause(role: str, before: str, now: str) -> str:

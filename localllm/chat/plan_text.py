@@ -106,8 +106,8 @@ def hybrid(shape: ModelShape) -> str:
     state, token = format_bytes(shape.snapshot_bytes), format_bytes(shape.kv_bytes_per_token)
     layers = len(shape.blocks) // 2
     return (
-        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {state} in all however "
-        f"long the text is; a token takes {token} in the others"
+        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {state} in a snapshot of "
+        f"all of them however long the text is; a token takes {token} in the others"
     )
 
 
@@ -155,7 +155,7 @@ def drafting(found: DraftGain) -> str:
         return f"{found.drafter}: {found.why_not}"
     leaving = f" leaving out {found.skipped} blocks" if found.skipped else ""
     share = f"where {found.alpha:.0%} of the draft tokens are accepted"
-    if found.gain.speedup <= 1:
+    if found.gain.speedup < 1.05:  # which would read as 1 times
         return f"{found.drafter}{leaving} does not pay {share}"
     gained = f"about {format_figure(found.gain.tok_s)} tok/s, {format_figure(found.gain.speedup, 2)} times as fast"
     return f"{found.drafter}{leaving}: {gained}, {share}"

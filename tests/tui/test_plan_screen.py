@@ -207,7 +207,9 @@ async def test_a_hybrid_tells_what_its_layers_keep() -> None:
     async with planning(FakePlanner(is_hybrid=True), size=(128, 60)) as (app, pilot, screen):
         plan = await settled(pilot, screen)
         assert plan is not None and plan.ledger["ram"]["snapshots"] == 16 * 6 * _MIB
-        assert_shown(app, "states 7.0 MiB", "snapshots 96.0 MiB", "9 of 12 layers keep a state", "6.0 MiB in all")
+        assert_shown(
+            app, "states 7.0 MiB", "snapshots 96.0 MiB", "9 of 12 layers keep a state", "6.0 MiB in a snapshot"
+        )
 
 
 async def test_the_plan_is_there_before_its_advice() -> None:
