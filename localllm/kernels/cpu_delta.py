@@ -31,10 +31,9 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.delta_rule import L2_EPS, DeltaWeights
-from localllm.kernels.sizes import DELTA_WORDS, STEP_ROWS, DeltaShape
+from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS, STEP_ROWS, DeltaShape
 
 SEGMENT_BYTES = 8 * len(DELTA_WORDS)
-REPLAYED_ROWS = 2 * STEP_ROWS  # of a segment, at most
 HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
 FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
 # Rows of the projection that are fetched before they are read: their strides are too long for a prefetcher. Without it
@@ -62,8 +61,7 @@ class _Segment:
         words: list[Value] = [at.at(8 * n).load(kind, 8) for n, kind in enumerate(kinds)]
         self.begin, end, self.past, self.committed, states, self.row, self._snapshots, self._num_snapshots = words
         self.matrices: Value = states.at(a.layer * shape.state_bytes)
-        rows_end = shape.matrix_bytes + 4 * shape.kept_rows * shape.row_floats
-        self.positions = self.matrices.at(-(-rows_end // 8) * 8)
+        self.positions = self.matrices.at(shape.positions_begin)
         self.end = self.past + (end - self.begin)
 
     def first(self, head: Value) -> Value:

@@ -46,7 +46,7 @@ class DeltaState:
         self.matrices = state[:end].view(torch.float32).view(heads, tiles, shape.key_dim, shape.lanes)
         begin, end = end, end + 4 * shape.kept_rows * shape.row_floats
         self._rows = state[begin:end].view(torch.float32).view(shape.kept_rows, shape.row_floats)
-        begin = -(-end // 8) * 8
+        begin = shape.positions_begin
         self._positions = state[begin : begin + 8 * heads].view(torch.int64)
 
     @property

@@ -104,6 +104,7 @@ def coding_bytes(coding: Coding, head_dim: int, item_bytes: int) -> tuple[int, i
 
 # Of a layer of Gated DeltaNet: rows of a step that may be taken back, so that it changes no state before the next one.
 STEP_ROWS = 16
+REPLAYED_ROWS = 2 * STEP_ROWS  # of a sequence before a forward's own, at most
 # Of each segment of a batch, as the kernels read it: its first row and the one behind its last, the position of the
 # first row's token, up to where the state is changed in place, the address of the sequence's states on the device, the
 # row of the first token in the buffers that also hold rows computed again, and the address and number of snapshots:
@@ -160,7 +161,7 @@ class DeltaShape:
     def kept_rows(self) -> int:
         """Tokens of which a sequence keeps that: those that may be replayed, a step's own, and what the convolution
         sees before them."""
-        return self.conv_width - 1 + 2 * STEP_ROWS
+        return self.conv_width - 1 + REPLAYED_ROWS
 
     @property
     def matrix_bytes(self) -> int:
@@ -171,8 +172,12 @@ class DeltaShape:
         """Bytes of a sequence's state: float32 [value heads, value_dim / lanes, key_dim, lanes], the kept rows, float32
         [kept_rows, row_floats], the row of position p at p % kept_rows; and int64 [value heads]: how many tokens the
         state of each head has taken in."""
-        rows = self.matrix_bytes + 4 * self.kept_rows * self.row_floats
-        return _rounded(_rounded(rows, 8) + 8 * self.value_heads, 64)
+        return _rounded(self.positions_begin + 8 * self.value_heads, 64)
+
+    @property
+    def positions_begin(self) -> int:
+        """Where in a state it stands how many tokens each head has taken in."""
+        return _rounded(self.matrix_bytes + 4 * self.kept_rows * self.row_floats, 8)
 
     @property
     def snapshot_bytes(self) -> int:

@@ -8,7 +8,7 @@ shape: so a graph of launches can be replayed over it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
-from localllm.kernels.gpu.delta import REPLAYED_ROWS, DeltaTables
+from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
-from localllm.kernels.sizes import DELTA_WORDS
+from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS
 from localllm.layers.batch import Batch, Draw
-from localllm.layers.segment import KVStore, Segment
+from localllm.layers.segment import KVStore, Segment, by_sequence
 
 _ALIGN = 16
 # Of the host's memory: the copies of two steps may still wait while the tables of a third are written.
@@ -244,17 +244,6 @@ class GpuTables:
             rows[index] = (segment.begin, segment.end, segment.past, committed, states, row, at, len(due))
             pairs += due
         words["snapshots"][: len(pairs)] = numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2)
-
-
-def by_sequence(segments: Sequence[Segment]) -> list[Segment]:
-    """Return one segment for each sequence: drafts that attend one by one are several."""
-    joined: list[Segment] = []
-    for segment in segments:
-        if joined and joined[-1].kv is segment.kv:
-            joined[-1] = replace(joined[-1], end=segment.end)
-        else:
-            joined.append(segment)
-    return joined
 
 
 def table_shape(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.sizes import DeltaShape
-from localllm.layers.segment import Segment
+from localllm.layers.segment import Segment, by_sequence
 
 _HOST = torch.device("cpu")
 
@@ -29,14 +28,8 @@ def is_native(shape: DeltaShape, x: Tensor) -> bool:
 
 def delta_segments(segments: Sequence[Segment]) -> list[DeltaSegment]:
     """Return the segments as the kernels take them, one a sequence; all states are on the host."""
-    joined: list[Segment] = []
-    for segment in segments:
-        if joined and joined[-1].kv is segment.kv:  # drafts that attend one by one
-            joined[-1] = replace(joined[-1], end=segment.end)
-        else:
-            joined.append(segment)
     found = []
-    for segment in joined:
+    for segment in by_sequence(segments):
         store = segment.kv.state
         assert store is not None, "layers keep states"
         end = segment.past + segment.end - segment.begin

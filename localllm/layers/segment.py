@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -96,3 +96,14 @@ class Segment:
     def changes_state(self) -> bool:
         """Whether these tokens change recurrent states in place, so that they cannot be computed again."""
         return self.kv.state is not None and self.kv.state.committed > self.past
+
+
+def by_sequence(segments: Sequence[Segment]) -> list[Segment]:
+    """Return one segment for each sequence: drafts that attend one by one are several."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].kv is segment.kv:
+            joined[-1] = replace(joined[-1], end=segment.end)
+        else:
+            joined.append(segment)
+    return joined

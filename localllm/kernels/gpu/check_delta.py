@@ -13,9 +13,9 @@ from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gat
 from localllm.kernels.gpu import activations, delta
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code
-from localllm.kernels.gpu.delta import REPLAYED_ROWS, DeltaTables
+from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.sizes import DeltaShape, Weights
+from localllm.kernels.sizes import REPLAYED_ROWS, DeltaShape, Weights
 
 DELTA = 2e-5  # of the norm: a card's exponentials and roots, and what the states have kept of those before
 _LAYER = 1  # of two

@@ -28,9 +28,8 @@ from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu.activations import Codes, activated
 from localllm.kernels.gpu.attention_merge import appended, can_code, store_codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.sizes import DELTA_WORDS, STEP_ROWS, DeltaShape
+from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS, STEP_ROWS, DeltaShape
 
-REPLAYED_ROWS = 2 * STEP_ROWS  # of a segment, at most
 _REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _L2_EPS = tl.constexpr(delta_rule.L2_EPS)
 _WORDS = tl.constexpr(len(DELTA_WORDS))
@@ -335,15 +334,9 @@ def _sizes(shape: DeltaShape) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim, "CHANNELS": shape.channels, "ROW": shape.row_floats, "KEPT": shape.kept_rows,
-        "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": _positions_begin(shape), "STATE_BYTES": shape.state_bytes,
+        "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": shape.positions_begin, "STATE_BYTES": shape.state_bytes,
         "SNAPSHOT_BYTES": shape.snapshot_bytes,
     }  # fmt: skip
-
-
-def _positions_begin(shape: DeltaShape) -> int:
-    """Return where in a state the positions of its heads are."""
-    rows_end = shape.matrix_bytes + 4 * shape.kept_rows * shape.row_floats
-    return -(-rows_end // 8) * 8
 
 
 def _norm(
