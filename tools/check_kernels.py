@@ -43,7 +43,8 @@ from localllm.kernels.gpu.attention import (
 )
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
-from localllm.kernels.gpu.check_cases import CODED, DELTAS, FORMATS, FP4, GROUPS, INT8, ROUTERS, Heads, weights_of
+from localllm.kernels.gpu.check_attention import FORMATS, Heads
+from localllm.kernels.gpu.check_cases import CODED, DELTAS, FP4, GROUPS, INT8, ROUTERS, weights_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture

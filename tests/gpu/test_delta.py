@@ -13,7 +13,7 @@ from torch import Tensor
 from localllm.engine.kernel_check import scope_of
 from localllm.kernels.gpu import check, check_delta, delta
 from localllm.kernels.gpu.activations import Codes, to_codes
-from localllm.kernels.gpu.check_cases import Case
+from localllm.kernels.gpu.check_case import Case
 from localllm.kernels.gpu.delta import REPLAYED_ROWS, DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.sizes import STEP_ROWS, DeltaShape, Weights
@@ -192,8 +192,8 @@ def test_decay_is_exact_where_it_is_nearly_one_or_nothing(gate: float) -> None:
 
 def checked() -> list[Case]:
     torch.manual_seed(0)
-    cases = check_delta.delta_cases(torch.device("cpu"), DeltaShape(1, 1, 16, 32), (Weights(8, 32), Weights(4, 16)))
-    return [Case(*each) for each in cases]
+    shape, matrices = DeltaShape(1, 1, 16, 32), (Weights(8, 32), Weights(4, 16))
+    return list(check_delta.delta_cases(torch.device("cpu"), shape, matrices))
 
 
 def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from localllm import repairs
 from localllm.cli import checks_gpu
 from localllm.cli.checks_gpu import check_kernels
 from localllm.engine.kernel_check import note_device, scope_of
-from localllm.kernels.gpu import check, check_cases, gemm, ready
+from localllm.kernels.gpu import check, check_attention, check_case, check_cases, gemm, ready
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS
 from localllm.kernels.gpu.launch import KernelLaunch
@@ -314,7 +314,7 @@ def test_the_doctor_names_what_mends_a_triton_that_compiles_nothing(card):
     "sizes",
     [
         check_cases.SMALL,
-        replace(check_cases.SMALL, attention=check_cases.ATTENTION, groups=(32, 64, 128)),
+        replace(check_cases.SMALL, attention=check_attention.ATTENTION, groups=(32, 64, 128)),
         replace(check_cases.SMALL, attention=(), groups=check_cases.CODED),
     ],
     ids=["one", "all", "other programs' files"],
@@ -326,7 +326,7 @@ def test_every_kernel_is_right_in_the_interpreter(sizes):
     assert len(found) > 40 and [case.line() for case in found if not case.is_right] == []
 
 
-ONE_HEAD = check_cases.Heads("int8", "int4", 64, 1, 1)  # the interpreter takes as long for each
+ONE_HEAD = check_attention.Heads("int8", "int4", 64, 1, 1)  # the interpreter takes as long for each
 
 
 @pytest.mark.parametrize("broken", ["gemv", "rows", "drawn"])
@@ -367,15 +367,15 @@ def test_the_check_finds_products_that_are_a_little_wrong(monkeypatch):
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize("factor", every_other([1.000001, 1.0]))
 def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monkeypatch):
-    attend = check_cases.attend
+    attend = check_attention.attend
 
     def scaled(q: Tensor, out: Tensor, *rest: Any, **options: Any) -> list[Any]:
         is_prompt = options["rows"] == PREFILL_ROWS
         end = SimpleNamespace(run=lambda: out.mul_(factor if is_prompt else 1.0))
         return [*attend(q, out, *rest, **options), end]
 
-    monkeypatch.setattr(check_cases, "attend", scaled)
-    *others, bits = check_cases._attention(CPU, check_cases.Heads("int8", "int4", 64, 2, 1))
+    monkeypatch.setattr(check_attention, "attend", scaled)
+    *others, bits = check_attention.attention_cases(CPU, check_attention.Heads("int8", "int4", 64, 2, 1))
     assert all(case.is_right for case in others)
     assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
@@ -383,15 +383,15 @@ def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monk
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
 def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, and a window where there is none."""
-    attend = check_cases.attend
-    monkeypatch.setattr(check_cases, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check_cases._attention(CPU, ONE_HEAD))
+    attend = check_attention.attend
+    monkeypatch.setattr(check_attention, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
+    case = next(check_attention.attention_cases(CPU, ONE_HEAD))
     assert not case.is_right
 
 
 def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch):
     """They are what the next matrix of a usual model is given."""
-    attend = check_cases.attend
+    attend = check_attention.attend
 
     def wrong(q: Tensor, out: Tensor | Codes, *rest: Any, **options: Any) -> list[Any]:
         ends = [SimpleNamespace(run=lambda: out.scale.mul_(1.0001))] if isinstance(out, Codes) else []
@@ -400,8 +400,8 @@ def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch)
     heads = ONE_HEAD
     for is_wrong in (False, True):
         if is_wrong:
-            monkeypatch.setattr(check_cases, "attend", wrong)
-        floats, codes = itertools.islice(check_cases._attention(CPU, heads, (INT4,)), 2)
+            monkeypatch.setattr(check_attention, "attend", wrong)
+        floats, codes = itertools.islice(check_attention.attention_cases(CPU, heads, (INT4,)), 2)
         assert floats.is_right and codes.is_right is not is_wrong and codes.name.endswith("codes for int4-g64-bias")
 
 
@@ -427,7 +427,7 @@ def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(c
     def refuses(*_: Any, **__: Any) -> None:
         raise OutOfResources(200_000, 101_376, "shared memory")
 
-    monkeypatch.setattr(check_cases, "attend", refuses)
+    monkeypatch.setattr(check_attention, "attend", refuses)
     found = list(check_cases.cases(CPU, replace(check_cases.SMALL, groups=())))
     left = [case for case in found if case.error is None]
     assert len(left) == 1 and all(case.is_right for case in found) and len(found) > 10
@@ -474,10 +474,10 @@ def test_all_is_compiled_before_the_first_kernel_runs_and_each_step_is_told(monk
 
 
 def test_what_ran_before_a_case_that_was_left_counts_for_no_other(monkeypatch):
-    def some(_device: torch.device, _sizes: check_cases.CheckSizes) -> Iterator[check_cases.Case]:
+    def some(_device: torch.device, _sizes: check_cases.CheckSizes) -> Iterator[check_case.Case]:
         for name, error in (("first", None), ("second", 0.0)):
             KernelLaunch(SimpleNamespace(fn=SimpleNamespace(__name__=name)), (1,), {}).run()
-            yield check_cases.Case(f"a case of the {name}", error, 0)
+            yield check_case.Case(f"a case of the {name}", error, 0)
 
     monkeypatch.setattr(check, "cases", some)
     monkeypatch.setattr(KernelLaunch, "_run", lambda _launch: None)
@@ -486,7 +486,7 @@ def test_what_ran_before_a_case_that_was_left_counts_for_no_other(monkeypatch):
 
 
 def test_what_was_wrong_is_said_last():
-    cases = [check_cases.Case(name, error, 0.5) for name, error in (("a", 1.0), ("b", 0.0), ("c", None))]
+    cases = [check_case.Case(name, error, 0.5) for name, error in (("a", 1.0), ("b", 0.0), ("c", None))]
     begins = [line.split(":")[0] for line in check.Outcome(cases, ["not compared: d"]).lines()]
     assert begins == ["ok", "left", "not compared", "WRONG"]
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from localllm.kernels.gpu.check_cases import GROUPS, Case, CheckSizes, Heads, cases
+from localllm.kernels.gpu.check_attention import Heads
+from localllm.kernels.gpu.check_case import Case
+from localllm.kernels.gpu.check_cases import GROUPS, CheckSizes, cases
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16

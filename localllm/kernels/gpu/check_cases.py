@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from localllm.kernels import int8, paged_attention, reference, tile16
+from localllm.kernels import int8, reference, tile16
 from localllm.kernels.gpu import activations, embedding, gemm, gemv, routing, sample
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
-from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cases
+from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.check_delta import delta_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, gates, mixed, mixture
 from localllm.kernels.gpu.launch import first_line, run_all
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch, dispatch_for
 from localllm.kernels.gpu.product_end import Gate
-from localllm.kernels.gpu.ready import WRONG
-from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, Routes
-from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import CENTRED, DeltaShape, Weights
 
-EXACT = 2e-6  # of the norm: sums of whole numbers, and what fp32 loses of some hundred terms
-ROUNDED = 5e-3  # where bf16 is multiplied
-SUMMED = 2e-5  # tensor cores do not round the sums of floats, they cut them
-_LAYER = 1
 _EPS = 1e-5
-FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 INT8 = Weights(8, None, has_bias=False)
 # Of other programs' files: one of each kind of codes, and of the shortest groups. A model is checked in its own.
@@ -50,41 +40,6 @@ CODED: tuple[Weights, ...] = (
     Weights(4, 32, False, FP4),
     Weights(8, 32, False),
     Weights(8, 16),
-)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A way of attention that models have. keys, values: how their pages are coded."""
-
-    keys: Coding = "int8"
-    values: Coding = "int8"
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    window: int | None = None
-    softcap: float | None = None
-    has_norms: bool = False
-    has_gate: bool = False
-    rotary: float = 1.0  # of a head's features, the share that RoPE turns
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
-        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
-
-
-ATTENTION = (
-    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in FORMATS),
-    Heads("int8", "int8", heads=3, kv_heads=3),
-    Heads("int8", "int4", window=300),
-    Heads("dense", "dense", window=300, softcap=5.0),
-    Heads("int4", "int4", 256, 4, 1, softcap=5.0),
-    Heads("int8", "int8", 96, 12, 2),
-    Heads("dense", "dense", 80, 6, 2),
-    Heads("int8", "int8", has_norms=True, rotary=0.5),
-    Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
-    Heads("dense", "dense", 64, dtype=torch.float32),
 )
 
 
@@ -125,25 +80,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Case(NamedTuple):
-    """error: of the norm of what is right; NaN where the kernel left something unwritten, None where this card does not
-    take it. A model that needs such a one finds that out when it is loaded."""
-
-    name: str
-    error: float | None
-    tolerance: float
-
-    @property
-    def is_right(self) -> bool:
-        return self.error is None or self.error <= self.tolerance  # false of a NaN
-
-    def line(self) -> str:
-        if self.error is None:
-            return f"left: {self.name}"
-        state = "ok:" if self.is_right else WRONG
-        return f"{state} {self.name}, error {self.error:.1e}, at most {self.tolerance:.0e}"
-
-
 def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
     weights = [weights_of(group) for group in sizes.groups]
     for each in weights:
@@ -157,9 +93,9 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
         yield from _taken(f"an embedding of {each.name}", _embedded(device, each, sizes))
     yield from _taken("drawn tokens", _drawn(device))
     for shape in sizes.deltas:
-        yield from _taken(f"a delta rule of {shape}", (Case(*each) for each in delta_cases(device, shape, weights)))
+        yield from _taken(f"a delta rule of {shape}", delta_cases(device, shape, weights))
     for heads in sizes.attention:
-        yield from _taken(f"attention of {heads}", _attention(device, heads, weights))
+        yield from _taken(f"attention of {heads}", attention_cases(device, heads, weights))
 
 
 def weights_of(group: int | Weights | None) -> Weights:
@@ -172,15 +108,6 @@ def _taken(what: str, some: Iterator[Case]) -> Iterator[Case]:
         yield from some
     except TritonError as error:  # more shared memory than there is, say; not what the driver says of a launch
         yield Case(f"{what}: {type(error).__name__}: {first_line(error)}", None, 0)
-
-
-def _error(found: Tensor, right: Tensor) -> float:
-    found, right = found.double().cpu(), right.double().cpu()
-    return float((found - right).norm() / right.norm())
-
-
-def _poisoned(*shape: int, device: torch.device) -> Tensor:
-    return torch.full(shape, torch.nan, device=device)
 
 
 def _matrix(device: torch.device, weights: Weights, sizes: CheckSizes) -> PackedMatrix:
@@ -215,21 +142,21 @@ def _products(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iter
     codes = Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
     right = _expected(codes, matrix, sizes.N)
-    alone = _poisoned(1, sizes.N, device=device)
+    alone = poisoned(1, sizes.N, device=device)
     gemv.gemv(codes.first(1), matrix, alone, sizes.N).run()
     named = weights.name
     for rows in sizes.row_counts:
         found = {}
         if rows <= FEW_ROWS:
-            found["gemv"] = _poisoned(rows, sizes.N, device=device)
+            found["gemv"] = poisoned(rows, sizes.N, device=device)
             gemv.gemv(codes.first(rows), matrix, found["gemv"], sizes.N).run()
         for parts in (1, 4) if _has_gemm(device) else ():
             shape = replace(dispatch_for(device).shape(matrix, rows), parts=parts)
-            y, partial = _poisoned(rows, sizes.N, device=device), _poisoned(matrix.slices, rows, sizes.N, device=device)
+            y, partial = poisoned(rows, sizes.N, device=device), poisoned(matrix.slices, rows, sizes.N, device=device)
             run_all(gemm.gemm(codes.first(rows), matrix, y, sizes.N, shape=shape, partial=partial))
             found[f"gemm in {parts}"] = y
         for kernel, y in found.items():
-            yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
+            yield Case(f"{kernel} of {named}, {rows} rows", error_of(y, right[:rows]), EXACT)
             differ = float((y[:1] != alone).sum())
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", differ, 0)
     yield from _added(matrix, codes, right, named, sizes)
@@ -245,7 +172,7 @@ def _added(matrix: PackedMatrix, codes: Codes, right: Tensor, named: str, sizes:
         dispatch = replace(dispatch_for(y.device), multiprocessors=rows, gemv_rows=gemv_rows)
         run_all(dispatch.product(codes.first(rows), matrix, y, sizes.N, bias, adds=True))
         kernel = "gemv" if gemv_rows else "gemm"
-        yield Case(f"{kernel} of {named} added to {rows} rows", _error(y, expected), EXACT)
+        yield Case(f"{kernel} of {named} added to {rows} rows", error_of(y, expected), EXACT)
 
 
 def _gated(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterator[Case]:
@@ -256,23 +183,13 @@ def _gated(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterato
     x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
     for rows, gemv_rows, programs in ((3, 4, 1), *(((most, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
-        wide, few = _poisoned(rows, 2 * features, device=device), codes.first(rows)
+        wide, few = poisoned(rows, 2 * features, device=device), codes.first(rows)
         gemv.gemv(few, matrix, wide, 2 * features).run()
-        right, found = (_codes_for(weights, rows, features, device) for _ in range(2))
+        right, found = (codes_for(weights, rows, features, device) for _ in range(2))
         activations.to_codes(wide, right, features, activation=activation).run()
         dispatch = replace(dispatch_for(device), gemv_rows=gemv_rows, programs=programs)
         run_all(dispatch.product(few, matrix, Gate(found, activation, features), 2 * features, None, adds=False))
-        yield Case(f"a gate of {weights.name}, {rows} rows, {programs} programs: bits", _differing(found, right), 0)
-
-
-def _codes_for(weights: Weights, rows: int, columns: int, device: torch.device) -> Codes:
-    """Return a buffer for the codes that such a matrix is multiplied with."""
-    length = weights.columns
-    return Codes.empty(rows, -(-columns // length) * length, length, device, weights.bits)
-
-
-def _differing(found: Codes, right: Codes) -> float:
-    return sum(float((getattr(found, part) != getattr(right, part)).sum()) for part in ("q", "scale", "bias"))
+        yield Case(f"a gate of {weights.name}, {rows} rows, {programs} programs: bits", differing(found, right), 0)
 
 
 def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> Iterator[Case]:
@@ -291,19 +208,19 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
         codes[count] = Codes.empty(count, -(-sizes.K // 64) * 64, 64, device)
         run_all(routing.route(x[:count].to(device), router, own, found[count], codes=codes[count]))
     logits, named = found[rows].logits.cpu(), f"a router by {router.scores}, {router.top_k} of {E}"
-    yield Case(f"{named}: logits", _error(logits, normed @ weight.double().T + bias), EXACT * 10)
+    yield Case(f"{named}: logits", error_of(logits, normed @ weight.double().T + bias), EXACT * 10)
     if 3 in found:
         gates = found[3].gates
-        yield Case(f"{named}: the gate beside it", _error(gates, normed[:3] @ gate.double().T), EXACT * 10)
+        yield Case(f"{named}: the gate beside it", error_of(gates, normed[:3] @ gate.double().T), EXACT * 10)
         found[3] = replace(found[3], logits=found[3].logits[:, :E])
     experts, weights = reference.route(logits, correction, router)
     right = torch.zeros(rows, E).scatter(1, experts, weights)
     dense = torch.zeros(rows, E).scatter(1, found[rows].experts.long().clamp(0, E - 1).cpu(), found[rows].weights.cpu())
-    yield Case(f"{named}: weights", _error(dense, right), EXACT * 10)
+    yield Case(f"{named}: weights", error_of(dense, right), EXACT * 10)
     for count in (each for each in found if each < rows):
         pairs = ((getattr(found[count], part), getattr(found[rows], part)[:count]) for part in _ROUTE_PARTS)
         yield Case(f"{named}: bits of {count}", sum(float((one != other).sum()) for one, other in pairs), 0)
-        differ = _differing(codes[count], codes[rows].first(count))
+        differ = differing(codes[count], codes[rows].first(count))
         yield Case(f"{named}: bits of the codes of {count}", differ, 0)
     values = codes[rows].in_order().view(rows, -1, 64).double().cpu() * codes[rows].scale.T.double().unsqueeze(-1).cpu()
     steps = (values.flatten(1)[:, : sizes.K] - normed) / codes[rows].scale.T.repeat_interleave(64, 1)[
@@ -327,7 +244,7 @@ def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSiz
     routes = Routes(chosen, chosen, torch.rand((most, top_k), device=device))
     right = torch.zeros((most, sizes.N), dtype=torch.float64)
     for expert, (gate_up, down) in list(enumerate(matrices))[1:]:
-        wide, inner = _poisoned(most, 2 * features, device=device), _codes_for(weights, most, features, device)
+        wide, inner = poisoned(most, 2 * features, device=device), codes_for(weights, most, features, device)
         gemv.gemv(codes, gate_up, wide, 2 * features).run()
         activations.to_codes(wide, inner, features, activation=table.activation).run()
         share = torch.where(routes.experts == expert, routes.weights, 0).sum(1, keepdim=True)
@@ -340,7 +257,7 @@ def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSiz
             y = torch.zeros((rows, sizes.N), device=device)
             run_all(mixture(dispatch, codes.first(rows), few, table, y, adds=rows == 1))
             alone = y[:1].clone() if alone is None else alone
-            yield Case(f"{kernel} of {named}, {rows} rows", _error(y, right[:rows]), EXACT)
+            yield Case(f"{kernel} of {named}, {rows} rows", error_of(y, right[:rows]), EXACT)
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", float((y[:1] != alone).sum()), 0)
             yield _elsewhere(f"{kernel} of {named}, {rows} rows", dispatch, codes.first(rows), few, table, right[:rows])
 
@@ -351,11 +268,11 @@ def _elsewhere(named: str, dispatch: Dispatch, codes: Codes, routes: Routes, tab
     parts, is_absent = torch.randn((pairs, right.shape[1]), device=device), routes.experts.flatten() == 0
     added = torch.where(is_absent, routes.weights.flatten(), 0).unsqueeze(1).double() * parts.double()
     parts[~is_absent] = torch.nan
-    inner, y = Inner.empty(dispatch, routes, table), _poisoned(*right.shape, device=device)
+    inner, y = Inner.empty(dispatch, routes, table), poisoned(*right.shape, device=device)
     run_all(gates(codes, routes, table, inner))
     run_all(mixed(dispatch, inner, routes, table, y, adds=False, elsewhere=parts))
     return Case(
-        f"{named} and one elsewhere", _error(y, right + added.view(*routes.experts.shape, -1).sum(1).cpu()), EXACT
+        f"{named} and one elsewhere", error_of(y, right + added.view(*routes.experts.shape, -1).sum(1).cpu()), EXACT
     )
 
 
@@ -384,22 +301,22 @@ def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
         **{name: (_ACTIVATIONS[name](first) * second, {"activation": name}) for name in sizes.activations},
     }
     for name, (expected, options) in right.items():
-        y, codes = _poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
+        y, codes = poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)
         activations.to_floats(x, y, sizes.K, **options).run()
-        yield Case(f"{name} as floats", _error(y, expected), EXACT * 10)
+        yield Case(f"{name} as floats", error_of(y, expected), EXACT * 10)
         activations.to_codes(x, codes, sizes.K, **options).run()
         values = codes.in_order().view(3, -1, 64).double() * codes.scale.T.double().unsqueeze(-1)
         steps = codes.scale.T.repeat_interleave(64, 1)
         half_steps = ((values.flatten(1)[:, : sizes.K] - expected) / steps[:, : sizes.K]).abs()
         yield Case(f"{name} as codes, in steps", float(half_steps.max()), 0.51)
-        yield Case(f"{name}: sums of codes", _error(codes.bias.T, values.sum(-1)), EXACT * 10)
+        yield Case(f"{name}: sums of codes", error_of(codes.bias.T, values.sum(-1)), EXACT * 10)
 
 
 def _embedded(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterator[Case]:
     matrix, ids = _matrix(device, weights, sizes), torch.tensor([3, 0, sizes.N - 1], device=device)
-    x = _poisoned(3, sizes.K, device=device)
+    x = poisoned(3, sizes.K, device=device)
     embedding.embed(matrix.qweight, matrix.scale, ids, x, 2.0, matrix.bias, matrix.table).run()
-    yield Case(f"an embedding of {weights.name}", _error(x, 2 * matrix.rows(ids, sizes.K)), EXACT)
+    yield Case(f"an embedding of {weights.name}", error_of(x, 2 * matrix.rows(ids, sizes.K)), EXACT)
 
 
 def _drawn(device: torch.device) -> Iterator[Case]:
@@ -416,114 +333,3 @@ def _drawn(device: torch.device) -> Iterator[Case]:
     likely = noisy[1].masked_fill(scores[3] < -0.5, -torch.inf)
     right = [int(logits[0].argmax()), sample.NOT_FINITE, int(noisy[0].argmax()), int(likely.argmax())]
     yield Case("drawn tokens", float(tokens.tolist() != right), 0)
-
-
-def _attention(device: torch.device, heads: Heads, matrices: Iterable[Weights] = ()) -> Iterator[Case]:
-    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
-    a prompt must have the bits that it has in a step; codes for such matrices, those of a launch of their own."""
-    H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
-    for count, is_prefill in ((5, False), (70, True)):
-        pages = _Pages(device, heads, past=702, count=count)
-        qkv = torch.randn((count, H + 2 * KH, D), device=device)
-        inv_freq = torch.rand((1, int(D * heads.rotary) // 2), device=device) * 0.1
-        q_norm, k_norm = torch.rand((2, D), device=device) if heads.has_norms else (None, None)
-        q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
-        angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
-        q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
-        gate = torch.randn((count, H * D), device=device) if heads.has_gate else None
-        right = pages.copied().attended(q, k, v)
-        right = right if gate is None else right * gate.sigmoid()
-        rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
-        in_steps = pages.copied()
-        found, stepwise = (_poisoned(count, H * D, device=device) for _ in range(2))
-        pages.by_kernels(qkv, rope, rows, found, gate, is_prefill=is_prefill)
-        tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
-        yield Case(f"attention of {heads}, {count} rows", _error(found, right), tolerance)
-        if is_prefill:
-            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, gate, is_prefill=False)
-            yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
-        for weights in {(each.columns, each.bits): each for each in matrices}.values():
-            expected, codes = (_codes_for(weights, count, H * D, device) for _ in range(2))
-            if can_code(D, codes.group):
-                activations.to_codes(found, expected, H * D).run()
-                pages.by_kernels(qkv, rope, rows, codes, gate, is_prefill=is_prefill)
-                yield Case(
-                    f"attention of {heads}, {count} rows: codes for {weights.name}", _differing(codes, expected), 0
-                )
-
-
-def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
-
-
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE: x [T, heads, D], angles [T, 1, half of what is turned]."""
-    half, cos, sin = angles.shape[-1], angles.cos(), angles.sin()
-    first, second = x[..., :half], x[..., half : 2 * half]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
-
-
-class _Pages:
-    """One sequence's pages of two layers, with random tokens in them and room for `count` more."""
-
-    def __init__(self, device: torch.device, heads: Heads, *, past: int, count: int) -> None:
-        self.device, self.heads, self.past, self.count = device, heads, past, count
-        is_dense, of = heads.keys == "dense", (heads.kv_heads, heads.head_dim)
-        self.dense = PageLayout(*of, "dense", "dense", heads.dtype)
-        self.coded = None if is_dense else PageLayout(*of, heads.keys, heads.values, heads.dtype)
-        total = -(-(past + count) // PAGE_TOKENS)
-        layouts = [self.dense] + [self.coded or self.dense] * (total - 1)
-        self.pages = [self._page(layout) for layout in layouts]
-        first = past // PAGE_TOKENS
-        self.own = self.pages[first:] if is_dense else [self._page(self.dense) for _ in range(total - first)]
-        written = torch.randn((2, past, *of), device=device)
-        for begin in range(0, past, PAGE_TOKENS):
-            number, part = begin // PAGE_TOKENS, written[:, begin : begin + PAGE_TOKENS]
-            own = self.own[0] if number == first else self._page(self.dense) if number else self.pages[0]
-            own = self.pages[number] if is_dense else own
-            layer = LayerPages(self.dense, self.coded, number, [self.pages[number][_LAYER]], [own[_LAYER]])
-            paged_attention.write(layer, begin, part[0], part[1])
-
-    def _page(self, layout: PageLayout) -> Tensor:
-        return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
-
-    def copied(self) -> _Pages:
-        """Return pages of the same content, as tokens were written."""
-        other = copy.copy(self)
-        other.pages = [page.clone() for page in self.pages]
-        first = self.past // PAGE_TOKENS
-        other.own = other.pages[first:] if self.coded is None else [page.clone() for page in self.own]
-        return other
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend by torch's operators, in fp32: [T, H * D]."""
-        pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
-        layer = LayerPages(self.dense, self.coded, 0, pages, own)
-        paged_attention.write(layer, self.past, k, v)
-        scale, window, softcap = q.shape[-1] ** -0.5, self.heads.window, self.heads.softcap
-        mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
-        return mixed.flatten(1)
-
-    def by_kernels(
-        self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, gate: Tensor | None, *, is_prefill: bool
-    ) -> None:
-        T, H, D = self.count, self.heads.heads, qkv.shape[-1]
-        positions = torch.arange(self.past, self.past + T)
-        numbers = positions // PAGE_TOKENS
-        first = self.past // PAGE_TOKENS
-        own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
-        addresses = torch.tensor([page.data_ptr() for page in self.pages])
-        coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
-        strides = torch.full((T,), self.dense.layer_bytes)
-        tables = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
-        tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
-        history = AttentionHistory(
-            torch.tensor(tasks, dtype=torch.int32, device=self.device),
-            addresses.unsqueeze(0).to(self.device),
-        )
-        q = _poisoned(T, H, D, device=self.device)
-        rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
-        sections = 1 if is_prefill else len(self.pages)
-        parts = new_parts(sections, T, H, D, self.device)
-        options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, gate=gate, **options))

@@ -13,6 +13,7 @@ from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gat
 from localllm.kernels.gpu import activations, delta
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code
+from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.sizes import REPLAYED_ROWS, DeltaShape, Weights
@@ -59,10 +60,8 @@ class _Part:
         return gated_norm(mixed, wide[:, shape.channels :].view(mixed.shape), weights).flatten(1)
 
 
-def delta_cases(
-    device: torch.device, shape: DeltaShape, matrices: Iterable[Weights] = ()
-) -> Iterator[tuple[str, float, float]]:
-    """Yield the name, the error and the tolerance of each case. matrices: for which codes are made."""
+def delta_cases(device: torch.device, shape: DeltaShape, matrices: Iterable[Weights] = ()) -> Iterator[Case]:
+    """matrices: for which codes are made."""
     heads = f"{shape.value_heads} of {shape.key_dim} and {shape.value_dim}"
     named, weights = f"a delta rule, heads {heads}", _weights(shape)
     on_device = replace(weights, **{x: getattr(weights, x).to(device) for x in ("conv", "a_log", "dt_bias", "norm")})
@@ -78,17 +77,17 @@ def delta_cases(
         due = {_SNAPSHOT: snapshots[1][_LAYER]} if past == 0 else {}
         right = torch.cat([part.expected(shape, weights, due if part.tokens is one else {}) for part in parts])
         found = _run(device, shape, on_device, parts)
-        yield f"{named}, {len(found)} rows", _error(found, right), DELTA
+        yield Case(f"{named}, {len(found)} rows", error_of(found, right), DELTA)
         differ = float((found[: end - past] != at_once[row : row + end - past]).sum())
-        yield f"{named}, {len(found)} rows: bits of all at once", differ, 0
+        yield Case(f"{named}, {len(found)} rows: bits of all at once", differ, 0)
         one.snapshots, past, row = {}, end, end
     states = [DeltaState(shape, each[_LAYER]) for each in (one.states.cpu(), one.own)]
-    yield f"{named}: states", _error(states[0].matrices, states[1].matrices), DELTA
+    yield Case(f"{named}: states", error_of(states[0].matrices, states[1].matrices), DELTA)
     rows = [state.rows(past - shape.kept_rows, past) for state in states]
     wrong = float((rows[0] != rows[1]).sum()) + (states[0].position != states[1].position)
-    yield f"{named}: what is kept", wrong, 0
+    yield Case(f"{named}: what is kept", wrong, 0)
     floats = [each[_LAYER].cpu().view(torch.float32) for each in snapshots]
-    yield f"{named}: a snapshot", _error(*floats), DELTA
+    yield Case(f"{named}: a snapshot", error_of(*floats), DELTA)
     yield from _coded(device, shape, on_device, other, named, matrices)
 
 
@@ -99,7 +98,7 @@ def _coded(
     tokens: _Tokens,
     named: str,
     matrices: Iterable[Weights],
-) -> Iterator[tuple[str, float, float]]:
+) -> Iterator[Case]:
     """Codes for such matrices: those of a launch of their own."""
     rows = 5
     part, features = _Part(tokens, 0, rows, 0), shape.value_features
@@ -107,11 +106,10 @@ def _coded(
     for each in {(each.columns, each.bits): each for each in matrices}.values():
         if not can_code(shape.value_dim, each.columns):
             continue
-        right, found = (Codes.empty(rows, features, each.columns, device, each.bits) for _ in range(2))
+        right, found = (codes_for(each, rows, features, device) for _ in range(2))
         activations.to_codes(floats, right, features).run()
         _run(device, shape, weights, [part], found)
-        differ = sum(float((getattr(found, x) != getattr(right, x)).sum()) for x in ("q", "scale", "bias"))
-        yield f"{named}: codes for {each.name}", differ, 0
+        yield Case(f"{named}: codes for {each.name}", differing(found, right), 0)
 
 
 def _run(
@@ -129,7 +127,7 @@ def _run(
     wide, gates = (
         torch.cat([getattr(part.tokens, name)[part.past : part.end] for part in parts]) for name in ("wide", "gates")
     )
-    out = torch.full((row, shape.value_features), torch.nan, device=device)
+    out = poisoned(row, shape.value_features, device=device)
     run_all(delta.mix(wide, gates, out if codes is None else codes, tables, weights, shape, _LAYER))
     return out
 
@@ -138,8 +136,3 @@ def _weights(shape: DeltaShape) -> DeltaWeights:
     a_log = torch.rand(shape.value_heads).mul(16).log()
     conv = torch.randn(shape.conv_width, shape.channels) * 0.5
     return DeltaWeights(conv, a_log, torch.randn(shape.value_heads), torch.rand(shape.value_dim))
-
-
-def _error(found: Tensor, right: Tensor) -> float:
-    found, right = found.double().cpu(), right.double().cpu()
-    return float((found - right).norm() / right.norm())

@@ -1,0 +1,172 @@
+"""Attention over pages beside its reference on random inputs, as `check_cases` tries it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import paged_attention
+from localllm.kernels.gpu import activations
+from localllm.kernels.gpu.activations import Codes
+from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
+from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.check_case import ROUNDED, SUMMED, Case, codes_for, differing, error_of, poisoned
+from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
+from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
+from localllm.kernels.paged_attention import LayerPages
+from localllm.kernels.sizes import Weights
+
+_LAYER = 1
+_EPS = 1e-5
+FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A way of attention that models have. keys, values: how their pages are coded."""
+
+    keys: Coding = "int8"
+    values: Coding = "int8"
+    head_dim: int = 128
+    heads: int = 32
+    kv_heads: int = 8
+    window: int | None = None
+    softcap: float | None = None
+    has_norms: bool = False
+    has_gate: bool = False
+    rotary: float = 1.0  # of a head's features, the share that RoPE turns
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
+        return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
+
+
+ATTENTION = (
+    *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in FORMATS),
+    Heads("int8", "int8", heads=3, kv_heads=3),
+    Heads("int8", "int4", window=300),
+    Heads("dense", "dense", window=300, softcap=5.0),
+    Heads("int4", "int4", 256, 4, 1, softcap=5.0),
+    Heads("int8", "int8", 96, 12, 2),
+    Heads("dense", "dense", 80, 6, 2),
+    Heads("int8", "int8", has_norms=True, rotary=0.5),
+    Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
+    Heads("dense", "dense", 64, dtype=torch.float32),
+)
+
+
+def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weights] = ()) -> Iterator[Case]:
+    """New tokens behind 700, over the border of a page, beside torch's operators over a copy of the pages. Each row of
+    a prompt must have the bits that it has in a step; codes for such matrices, those of a launch of their own."""
+    H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
+    for count, is_prefill in ((5, False), (70, True)):
+        pages = _Pages(device, heads, past=702, count=count)
+        qkv = torch.randn((count, H + 2 * KH, D), device=device)
+        inv_freq = torch.rand((1, int(D * heads.rotary) // 2), device=device) * 0.1
+        q_norm, k_norm = torch.rand((2, D), device=device) if heads.has_norms else (None, None)
+        q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
+        angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
+        q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
+        gate = torch.randn((count, H * D), device=device) if heads.has_gate else None
+        right = pages.copied().attended(q, k, v)
+        right = right if gate is None else right * gate.sigmoid()
+        rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
+        in_steps = pages.copied()
+        found, stepwise = (poisoned(count, H * D, device=device) for _ in range(2))
+        pages.by_kernels(qkv, rope, rows, found, gate, is_prefill=is_prefill)
+        tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
+        yield Case(f"attention of {heads}, {count} rows", error_of(found, right), tolerance)
+        if is_prefill:
+            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, gate, is_prefill=False)
+            yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
+        for weights in {(each.columns, each.bits): each for each in matrices}.values():
+            expected, codes = (codes_for(weights, count, H * D, device) for _ in range(2))
+            if can_code(D, codes.group):
+                activations.to_codes(found, expected, H * D).run()
+                pages.by_kernels(qkv, rope, rows, codes, gate, is_prefill=is_prefill)
+                yield Case(
+                    f"attention of {heads}, {count} rows: codes for {weights.name}", differing(codes, expected), 0
+                )
+
+
+def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
+
+
+def _turned(x: Tensor, angles: Tensor) -> Tensor:
+    """RoPE: x [T, heads, D], angles [T, 1, half of what is turned]."""
+    half, cos, sin = angles.shape[-1], angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half : 2 * half]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
+
+
+class _Pages:
+    """One sequence's pages of two layers, with random tokens in them and room for `count` more."""
+
+    def __init__(self, device: torch.device, heads: Heads, *, past: int, count: int) -> None:
+        self.device, self.heads, self.past, self.count = device, heads, past, count
+        is_dense, of = heads.keys == "dense", (heads.kv_heads, heads.head_dim)
+        self.dense = PageLayout(*of, "dense", "dense", heads.dtype)
+        self.coded = None if is_dense else PageLayout(*of, heads.keys, heads.values, heads.dtype)
+        total = -(-(past + count) // PAGE_TOKENS)
+        layouts = [self.dense] + [self.coded or self.dense] * (total - 1)
+        self.pages = [self._page(layout) for layout in layouts]
+        first = past // PAGE_TOKENS
+        self.own = self.pages[first:] if is_dense else [self._page(self.dense) for _ in range(total - first)]
+        written = torch.randn((2, past, *of), device=device)
+        for begin in range(0, past, PAGE_TOKENS):
+            number, part = begin // PAGE_TOKENS, written[:, begin : begin + PAGE_TOKENS]
+            own = self.own[0] if number == first else self._page(self.dense) if number else self.pages[0]
+            own = self.pages[number] if is_dense else own
+            layer = LayerPages(self.dense, self.coded, number, [self.pages[number][_LAYER]], [own[_LAYER]])
+            paged_attention.write(layer, begin, part[0], part[1])
+
+    def _page(self, layout: PageLayout) -> Tensor:
+        return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
+
+    def copied(self) -> _Pages:
+        """Return pages of the same content, as tokens were written."""
+        other = copy.copy(self)
+        other.pages = [page.clone() for page in self.pages]
+        first = self.past // PAGE_TOKENS
+        other.own = other.pages[first:] if self.coded is None else [page.clone() for page in self.own]
+        return other
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend by torch's operators, in fp32: [T, H * D]."""
+        pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
+        layer = LayerPages(self.dense, self.coded, 0, pages, own)
+        paged_attention.write(layer, self.past, k, v)
+        scale, window, softcap = q.shape[-1] ** -0.5, self.heads.window, self.heads.softcap
+        mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
+        return mixed.flatten(1)
+
+    def by_kernels(
+        self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, gate: Tensor | None, *, is_prefill: bool
+    ) -> None:
+        T, H, D = self.count, self.heads.heads, qkv.shape[-1]
+        positions = torch.arange(self.past, self.past + T)
+        numbers = positions // PAGE_TOKENS
+        first = self.past // PAGE_TOKENS
+        own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
+        addresses = torch.tensor([page.data_ptr() for page in self.pages])
+        coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
+        strides = torch.full((T,), self.dense.layer_bytes)
+        tables = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
+        tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
+        history = AttentionHistory(
+            torch.tensor(tasks, dtype=torch.int32, device=self.device),
+            addresses.unsqueeze(0).to(self.device),
+        )
+        q = poisoned(T, H, D, device=self.device)
+        rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
+        sections = 1 if is_prefill else len(self.pages)
+        parts = new_parts(sections, T, H, D, self.device)
+        options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
+        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, gate=gate, **options))
