@@ -98,7 +98,7 @@ def oracle_row(
             seed = number + rounds * len(seconds)
             oracle = Oracle(streams, alpha, vocab_size, seed)
             engine.speculation = Speculation(engine.residency, oracle, (), count, FixedCount)
-            _record_steps(engine, steps)
+            record_steps(engine, steps)
             found = answer(engine, [prompt], num_tokens)
             assert found.speculation is not None and (*prompt, *found.ids) == streams[prompt]
             passes += (num_tokens - 1) / (found.speculation.tokens_per_pass or 1.0)
@@ -128,7 +128,7 @@ def expected_tokens(alpha: float, count: int) -> float:
     return float((1 - alpha ** (count + 1)) / (1 - alpha))
 
 
-def _record_steps(engine: Engine, steps: list[float]) -> None:
+def record_steps(engine: Engine, steps: list[float]) -> None:
     """Record the seconds of the next answer's steps, as the engine times them."""
     learn = engine.speculation.learn
 

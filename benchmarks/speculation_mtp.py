@@ -28,7 +28,7 @@ import torch
 from benchmarks.engines import WEIGHTS, answer, random_engine, random_ids
 from benchmarks.measure import RESULTS, machine, paired, parser, save, spread
 from benchmarks.oracle import FixedCount
-from benchmarks.speculation import expected_tokens
+from benchmarks.speculation import expected_tokens, record_steps
 from localllm.bench.random_model import RandomBlocks
 from localllm.engine.engine import Engine
 from localllm.engine.residency import Residency, new_pages
@@ -112,7 +112,7 @@ def _oracle_row(
         while passes < PASSES:
             head.rehearse(told, alpha, vocab_size, number + rounds * len(seconds))
             engine.speculation = Speculation(engine.residency, None, [head], count, FixedCount)
-            steps_of(engine, steps)
+            record_steps(engine, steps)
             found = answer(engine, [prompt], TOKENS)
             assert found.speculation is not None and (*prompt, *found.ids) == tuple(told)
             passes += (TOKENS - 1) / (found.speculation.tokens_per_pass or 1.0)
@@ -123,17 +123,6 @@ def _oracle_row(
     share = paired(speedups, formulas)
     print(f"alpha {alpha} k {count}  {spread(speedups)} x, of the formula {share}", file=sys.stderr)
     return {"alpha": alpha, "k": count, "speedup": spread(speedups), "formula": spread(formulas), "share": share}
-
-
-def steps_of(engine: Engine, steps: list[float]) -> None:
-    """Record the seconds of the next answer's steps, as the engine times them."""
-    learn = engine.speculation.learn
-
-    def record(step_s: float) -> None:
-        steps.append(step_s)
-        learn(step_s)
-
-    engine.speculation.learn = record  # type: ignore[method-assign]
 
 
 def never(engine: Engine, rounds: int) -> dict[str, Any]:
