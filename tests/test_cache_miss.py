@@ -105,6 +105,7 @@ def test_the_first_message_that_differs_is_named_with_the_cause(
     assert (explanation.message, explanation.role, explanation.cause) == (message, role, cause)
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_a_hybrid_tells_what_differs_and_from_where_it_is_computed(tmp_path: Path) -> None:
     """Keys and values are there up to what differs, its states only where a snapshot was kept."""
     write_checkpoint(tmp_path, "qwen3_5", max_position_embeddings=4096)
