@@ -10,6 +10,7 @@ import pytest
 from localllm.cache import disk, page_folder
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_folder import name_of
+from localllm.cache.snapshots import snapshot_key
 from tests.cli_support import run_cli
 from tests.disk_tier.support import ABOUT, FILE_BYTES, PATIENCE_S, ROOT, chain, opened, path_of, put, read, refusing
 
@@ -65,6 +66,7 @@ def test_a_program_is_told_the_same(kept: Path, line: list[str]) -> None:
         "about": ABOUT,
         "pages": 3,
         "tokens": 192,
+        "snapshots": 0,
         "size_bytes": 3 * FILE_BYTES,
         "last_used": "2096-10-02T07:06:40+00:00",
     }
@@ -162,11 +164,20 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(directory: Path)
     assert b"\x1b" not in out and len(out.splitlines()) == 3
 
 
+def test_a_snapshot_of_states_is_no_page_of_tokens(directory: Path) -> None:
+    keys = chain(3)
+    with opened(directory) as tier:
+        put(tier, [*keys, snapshot_key(keys[2])])
+    told = run_cli("cache", "--json").json
+    assert (told["pages"], told["tokens"], told["snapshots"]) == (3, 192, 1)
+    assert told["size_bytes"] == 4 * FILE_BYTES and told["models"][0]["snapshots"] == 1
+
+
 @pytest.mark.parametrize("used_ns", [-(10**18), 0, 10**18, 10**21, 2**63 * 10**9])
 def test_a_time_that_no_clock_shows_is_shown_all_the_same(
     directory: Path, monkeypatch: pytest.MonkeyPatch, used_ns: int
 ) -> None:
-    pages = page_folder.KeptPages("0" * 32, ABOUT, 1, FILE_BYTES, used_ns)
+    pages = page_folder.KeptPages("0" * 32, ABOUT, 1, 0, FILE_BYTES, used_ns)
     monkeypatch.setattr(page_folder, "kept_pages", lambda _directory: [pages])
     assert run_cli("cache").code == run_cli("cache", "--json").code == 0
 

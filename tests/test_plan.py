@@ -385,6 +385,13 @@ def test_the_plan_of_a_mixture_counts_its_experts_and_what_a_token_reads() -> No
 
 
 @pytest.mark.usefixtures("small_process")
+def test_the_plan_of_a_hybrid_tells_what_its_layers_keep() -> None:
+    states = planned("qwen3.5-4b", "--weights", "int4", "--ram", "8GiB")[1]["states"]
+    assert states == {"layers": 24, "snapshot_bytes": 24 * 4 * (32 * 128 * 128 + 3 * (8192 + 2 * 32))}
+    assert planned("mistral-7b", "--weights", "int4", "--ram", "8GiB")[1]["states"] is None
+
+
+@pytest.mark.usefixtures("small_process")
 def test_the_text_of_a_mixtures_plan_says_each_thing_once_with_its_unit() -> None:
     out = run_cli("plan", "qwen3-30b-a3b", "--ram", "4GiB", "--weights", "int4").out.decode()
     for piece in (

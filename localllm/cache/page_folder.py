@@ -6,12 +6,13 @@
     kv/quarantine/               the last files that were not what their names say
 
 A page's name holds its parent's, so that a listing alone says which pages hang on which: no header is read for it, and
-no index can be out of date. Links are never followed, and nothing else that lies here is deleted. Imports neither torch
-nor numpy.
+no index can be out of date. A snapshot of recurrent states is one more page, whose name follows from its parent's.
+Links are never followed, and nothing else that lies here is deleted. Imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -36,6 +37,7 @@ _QUARANTINE = "quarantine"
 _MOST_QUARANTINED = 8  # files of up to 10 MB, to be looked at by whoever wonders
 _ABOUT = "about.json"
 _ABOUT_LIMIT_BYTES = 1 << 16
+_NAME_BYTES = 16
 _ROOT = re.compile("[0-9a-f]{32}")
 _PAGE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.page")
 _TEMPORARY = re.compile(r"\.[0-9a-z]+\.(\d{1,10})-[0-9a-f]{16}\.tmp")
@@ -71,6 +73,10 @@ class PageFile:
         return self.root, self.parent
 
     @property
+    def is_snapshot(self) -> bool:
+        return self.page == name_of(snapshot_digest(bytes.fromhex(self.parent)))
+
+    @property
     def path(self) -> Path:
         """Below the folder of all pages."""
         return Path(self.root, f"{self.page}.{self.parent}.page")
@@ -83,6 +89,7 @@ class KeptPages:
     root: str
     about: Mapping[str, str]
     num_pages: int
+    num_snapshots: int
     num_bytes: int
     used_ns: int
 
@@ -97,7 +104,12 @@ def kv_root() -> Path:
 
 
 def name_of(digest: bytes) -> str:
-    return digest.hex()[:32]
+    return digest[:_NAME_BYTES].hex()
+
+
+def snapshot_digest(page: bytes) -> bytes:
+    """Return what the snapshot behind a page of this digest is called; the part of it that is in names is enough."""
+    return hashlib.blake2b(page[:_NAME_BYTES], digest_size=32, person=b"localllm-state").digest()
 
 
 def default_limit_bytes(directory: Path, held_bytes: int) -> int:
@@ -240,7 +252,9 @@ def kept_pages(directory: Path) -> list[KeptPages]:
     kept = []
     for root, files in by_root.items():
         num_bytes, used_ns = sum(file.num_bytes for file in files), max(file.used_ns for file in files)
-        kept.append(KeptPages(root, read_about(directory / root), len(files), num_bytes, used_ns))
+        num_snapshots = sum(file.is_snapshot for file in files)
+        num_pages = len(files) - num_snapshots
+        kept.append(KeptPages(root, read_about(directory / root), num_pages, num_snapshots, num_bytes, used_ns))
     return sorted(kept, key=lambda pages: -pages.used_ns)
 
 

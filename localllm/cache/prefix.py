@@ -23,9 +23,10 @@ from torch import Tensor
 from localllm.cache.disk import DiskTier
 from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_file import READERS, PageKey
+from localllm.cache.page_folder import snapshot_digest
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
-from localllm.cache.snapshots import SnapshotCache, snapshot_digest
+from localllm.cache.snapshots import SnapshotCache
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.streaming.disk_read import PAGE_BYTES
 from localllm.offload.streaming.host_buffer import host_buffer

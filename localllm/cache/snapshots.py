@@ -6,7 +6,6 @@ and goes before the page that it stands behind.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -14,12 +13,8 @@ from torch import Tensor
 
 from localllm.cache.disk import DiskTier
 from localllm.cache.page_file import PageKey
+from localllm.cache.page_folder import snapshot_digest
 from localllm.offload.streaming.host_buffer import host_buffer
-
-
-def snapshot_digest(page: bytes) -> bytes:
-    """Return what the snapshot behind a page of this digest is called."""
-    return hashlib.blake2b(page, digest_size=32, person=b"localllm-state").digest()
 
 
 def snapshot_key(page: PageKey) -> PageKey:

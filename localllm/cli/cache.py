@@ -117,6 +117,7 @@ def _info(cli: CliContext, as_json: bool) -> None:
             "size_bytes": size_bytes,
             "pages": sum(pages.num_pages for pages in kept),
             "tokens": sum(pages.num_tokens for pages in kept),
+            "snapshots": sum(pages.num_snapshots for pages in kept),
             "quarantined": len(quarantined),
             "quarantined_bytes": sum(quarantined),
             "models": [_fields(pages) for pages in kept],
@@ -151,6 +152,7 @@ def _fields(pages: KeptPages) -> dict[str, Any]:
         "about": dict(pages.about),
         "pages": pages.num_pages,
         "tokens": pages.num_tokens,
+        "snapshots": pages.num_snapshots,
         "size_bytes": pages.num_bytes,
         "last_used": _when(pages).isoformat(timespec="seconds"),
     }

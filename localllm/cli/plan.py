@@ -21,6 +21,7 @@ from localllm.settings import EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
+    from localllm.offload.planner.model_shape import ModelShape
     from localllm.offload.planner.plan import Plan
 
 PLAN_EXAMPLES = """Examples:
@@ -87,7 +88,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
         assert planned.refusal is not None
         error = {"what": planned.refusal.what, "why": planned.refusal.why, "fix": planned.refusal.fix}
         empty: dict[str, Any] = {"ctx": None, "blocks": [], "token_bytes": None, "experts": None, "ledger": {}}
-        empty |= {"limits": {}, "predicted": None, "bound_by": None, "speculation": []}
+        empty |= {"states": None, "limits": {}, "predicted": None, "bound_by": None, "speculation": []}
         return {**fields, **empty, **said, "error": error}
     assert planned.decode_tok_s is not None and planned.ttft_s is not None
     return {
@@ -100,6 +101,7 @@ def _fields(planned: Planned) -> dict[str, Any]:
         ],
         "token_bytes": {"all": shape.token_bytes, "disk": plan.streamed_bytes},
         "experts": _experts(plan),
+        "states": _states(shape),
         "ledger": {tier: dict(plan.ledger.get(tier, {})) for tier in ("vram", "ram", "disk")},
         "limits": dict(plan.limits),
         "prefill": {
@@ -123,6 +125,13 @@ def _fields(planned: Planned) -> dict[str, Any]:
         ],
         **said,
     }
+
+
+def _states(shape: ModelShape) -> dict[str, int] | None:
+    """Return what the layers of a hybrid keep in place of keys and values; None for any other model."""
+    if not shape.state_layers:
+        return None
+    return {"layers": shape.state_layers, "snapshot_bytes": shape.snapshot_bytes}
 
 
 def _experts(plan: Plan) -> dict[str, Any] | None:
