@@ -204,6 +204,8 @@ def _read_rest(descriptor: int, header: memoryview, into: memoryview, done: int)
 def read_first(num_pages: int, read: Callable[[int, memoryview], bool]) -> int:
     """Read pages side by side; return how many of the first ones came, up to one that did not.
 
+    Those behind it are read all the same: found damaged one by one, each would cost a prompt that is computed again.
+
     read(number, buffer): whether the page is whole. buffer: PAGE_BYTES, aligned to them, the thread's own. It must not
     raise.
     """
@@ -221,7 +223,8 @@ def read_first(num_pages: int, read: Callable[[int, memoryview], bool]) -> int:
                 started.append(reader)
         _read_in_turn(turns, read, is_read)
     finally:
-        _skip(turns)
+        for _ in turns:  # after an error, the readers find none left
+            pass
         for reader in started:  # they write into the caller's memory
             reader.join()
     return num_leading(is_read)
@@ -238,10 +241,3 @@ def _read_in_turn(turns: Iterator[int], read: Callable[[int, memoryview], bool],
         return
     for turn in turns:
         is_read[turn] = read(turn, buffer)
-        if not is_read[turn]:  # what is behind it is of no use
-            _skip(turns)
-
-
-def _skip(turns: Iterator[int]) -> None:
-    for _ in turns:
-        pass
