@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_support import share_kernels
-from tests.packed_support import pack
+from tests.simulated_card.support import packed_in_formats
 from tests.test_device_placement import Packed
 
 
@@ -23,12 +23,7 @@ def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(scope="session")
 def packed_models(checkpoint_of_card: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Packed]:
     """The same model in each format that promises its bits on a card."""
-    return {
-        weights: Packed(
-            checkpoint_of_card, pack(checkpoint_of_card, tmp_path_factory.mktemp("packed") / weights, weights), weights
-        )
-        for weights in ("int4-g32", "int8")
-    }
+    return packed_in_formats(checkpoint_of_card, tmp_path_factory.mktemp("packed"))
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+from localllm import TokenEvent
+from localllm.engine.request import SamplingParams
 from localllm.kernels import kv_page
 from localllm.kernels.gpu import product, ready
 from localllm.models import gpu_warm
@@ -17,6 +21,7 @@ from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, kept_profile, torch_build
 from localllm.quant.recipe import RECIPES
 from tests.engine_support import generated
+from tests.packed_support import pack
 from tests.simulated_card.cuda_api import driver_functions, functions
 from tests.simulated_card.device import DEVICE, CardConfig, SimulatedCard
 from tests.simulated_card.kernels import interpret, replace_everywhere, use_references
@@ -97,6 +102,12 @@ def blocks(packed: Packed, placement: str) -> list[BlockPlacement]:
 
 
 PROMPT = tuple(range(3, 21))  # more rows than a step has
+FORMATS = ("int4-g32", "int8")  # that promise their bits on a card
+
+
+def packed_in_formats(checkpoint: Path, target: Path) -> dict[str, Packed]:
+    """Return the model in each of FORMATS, by its name, packed into a folder of that name in `target`."""
+    return {weights: Packed(checkpoint, pack(checkpoint, target / weights, weights), weights) for weights in FORMATS}
 
 
 def text(packed: Packed, placed: OffloadedModel, count: int) -> list[int]:
@@ -105,6 +116,19 @@ def text(packed: Packed, placed: OffloadedModel, count: int) -> list[int]:
     program = engine.runner.gpu_program
     token_ids = generated(engine, PROMPT, count, temperature=0.9, seed=5)
     assert engine.runner.gpu_program is program, "nothing was given up"
+    return token_ids
+
+
+def written_while_moved(
+    packed: Packed, placed: OffloadedModel, placements: Sequence[str], wish: SamplingParams
+) -> list[int]:
+    """Return an answer to the prompt; behind every third of its tokens the blocks move to the next placement."""
+    engine, token_ids, next_ones = packed.engine(placed), list[int](), itertools.cycle(placements)
+    for event in engine.generate(PROMPT, wish):
+        if isinstance(event, TokenEvent):
+            token_ids.append(event.token_id)
+            if len(token_ids) % 3 == 0:
+                engine.residency.move(blocks(packed, next(next_ones)))
     return token_ids
 
 

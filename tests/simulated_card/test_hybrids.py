@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from itertools import product
 
 import pytest
 
-from localllm import TokenEvent
 from localllm.engine.request import Request
 from localllm.layers.delta_net import DeltaNet
 from localllm.models.gpu_program import is_ours
 from tests.checkpoints import linear, write_checkpoint
 from tests.engine_support import answered, generated
-from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import PLACEMENTS, PROMPT, blocks, text, texts_of_the_cpu
+from tests.simulated_card.support import (
+    PLACEMENTS,
+    PROMPT,
+    blocks,
+    packed_in_formats,
+    text,
+    texts_of_the_cpu,
+    written_while_moved,
+)
 from tests.simulated_card.test_placements import wish
-from tests.test_device_placement import Packed
 from tests.thinning import one_in
 
 SMALLEST = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
@@ -29,9 +33,7 @@ SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
 def hybrids(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
     write_checkpoint(folder, "qwen3_5", layers=4, **linear(2, 4, 16, 32, head_dim=32, intermediate_size=64))
-    return {
-        weights: Packed(folder, pack(folder, folder / weights, weights), weights) for weights in ("int4-g32", "int8")
-    }
+    return packed_in_formats(folder, folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +62,7 @@ def test_states_move_with_their_blocks_while_an_answer_is_written(schedule, hybr
         expected = generated(packed.engine(placed), PROMPT, 12, temperature=0.9, seed=5)
     with simulated_card(CardConfig(schedule, seed=1)), packed.opened(DEVICE) as placed:
         placed.place(blocks(packed, "resident"), 8)
-        engine, answer, kinds = packed.engine(placed), [], itertools.cycle(["streamed", "mixed", "resident"])
-        for event in engine.generate(PROMPT, wish(12)):
-            if isinstance(event, TokenEvent):
-                answer.append(event.token_id)
-                if len(answer) % 3 == 0:
-                    engine.residency.move(blocks(packed, next(kinds)))
-        assert answer == expected
+        assert written_while_moved(packed, placed, ["streamed", "mixed", "resident"], wish(12)) == expected
 
 
 def test_answers_that_share_steps_are_those_that_they_are_alone(hybrids, simulated_card):
@@ -82,7 +78,7 @@ def test_answers_that_share_steps_are_those_that_they_are_alone(hybrids, simulat
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
 def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):
     write_checkpoint(tmp_path, "qwen3_5", layers=2, **SMALLEST)
-    packed = Packed(tmp_path, pack(tmp_path, tmp_path / "int8", "int8"), "int8")
+    packed = packed_in_formats(tmp_path, tmp_path)["int8"]
     expected = texts_of_the_cpu({"int8": packed}, 3)
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
         placed.place(blocks(packed, placement), 8)

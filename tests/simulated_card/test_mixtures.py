@@ -18,9 +18,8 @@ from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered, generated
-from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import PROMPT, text, texts_of_the_cpu
+from tests.simulated_card.support import PROMPT, packed_in_formats, text, texts_of_the_cpu
 from tests.simulated_card.test_placements import wish
 from tests.test_device_placement import Packed
 from tests.thinning import one_in
@@ -38,9 +37,7 @@ def mixtures(tmp_path_factory):
     folder, sizes = tmp_path_factory.mktemp("mixture"), {"moe_intermediate_size": 64, "head_dim": 32}
     sizes |= {"shared_expert_intermediate_size": 64, "intermediate_size": 128}
     write_checkpoint(folder, "qwen2_moe", layers=3, mlp_only_layers=[1], **sizes)
-    return {
-        weights: Packed(folder, pack(folder, folder / weights, weights), weights) for weights in ("int4-g32", "int8")
-    }
+    return packed_in_formats(folder, folder)
 
 
 @pytest.fixture(scope="module")

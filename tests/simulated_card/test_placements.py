@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 
-from localllm import TokenEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Chunk
 from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig
 from tests.simulated_card.streams import SCHEDULES
-from tests.simulated_card.support import PLACEMENTS, PROMPT, blocks, text, texts_of_the_cpu
+from tests.simulated_card.support import PLACEMENTS, PROMPT, blocks, text, texts_of_the_cpu, written_while_moved
 from tests.thinning import one_in, thinned
 
 LATE = [schedule for schedule in SCHEDULES if schedule != "eager"]
@@ -53,17 +52,7 @@ def test_blocks_are_moved_while_an_answer_is_written(schedule, packed_models, si
         expected = generated(packed.engine(placed), PROMPT, 16, temperature=0.9, seed=5)
     with simulated_card(CardConfig(schedule, seed=1)), packed.opened(DEVICE) as placed:
         placed.place(blocks(packed, "resident"), 8)
-        engine, answer, next_ones = (
-            packed.engine(placed),
-            [],
-            itertools.cycle(["streamed", "mixed", "disk", "resident"]),
-        )
-        for event in engine.generate(PROMPT, wish(16)):
-            if isinstance(event, TokenEvent):
-                answer.append(event.token_id)
-                if len(answer) % 3 == 0:
-                    engine.residency.move(blocks(packed, next(next_ones)))
-        assert answer == expected
+        assert written_while_moved(packed, placed, ["streamed", "mixed", "disk", "resident"], wish(16)) == expected
 
 
 @pytest.mark.parametrize("schedule", thinned(LATE, "random".__eq__))

@@ -11,13 +11,10 @@ import pytest
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.request import SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.packed_support import pack
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import PLACEMENTS, blocks, text, texts_of_the_cpu
-from tests.test_device_placement import Packed
+from tests.simulated_card.support import FORMATS, PLACEMENTS, blocks, packed_in_formats, text, texts_of_the_cpu
 
 pytestmark = pytest.mark.slow
-FORMATS = ("int4-g32", "int8")
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64}
 
 
@@ -25,7 +22,7 @@ SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "in
 def small_models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("true_kernels")
     write_checkpoint(folder, "llama", layers=2, **SIZES)
-    return {weights: Packed(folder, pack(folder, folder / weights, weights), weights) for weights in FORMATS}
+    return packed_in_formats(folder, folder)
 
 
 @pytest.fixture(scope="module")
