@@ -197,6 +197,7 @@ def test_a_disk_that_gives_nothing_is_an_error_and_not_a_wait_without_end(tmp_pa
         with pytest.raises(CheckpointError, match=r"0\.bin cannot be read") as caught:
             it.lap()
         assert "has given nothing for" in caught.value.why
+        monkeypatch.setattr(disk_stream, "STALLED_S", PATIENCE_S)
         answers.set()
         it.lap()
 

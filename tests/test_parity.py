@@ -146,6 +146,7 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path):
     torch.testing.assert_close(ours, peer_logits(peer, ids), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_a_checkpoint_in_fp64_with_strays_and_an_index_that_promises_too_much_is_the_same_model(tmp_path):
     peer = write_checkpoint(tmp_path, "llama-biases-tied", shard_size="50KB")
     for shard in tmp_path.glob("*.safetensors"):
