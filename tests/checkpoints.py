@@ -35,7 +35,17 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 # The vision model of each.
-MULTIMODAL = {"qwen3_vl_moe": VISION | {"deepstack_visual_indexes": [0]}, "qwen3_5": VISION, "qwen3_5_moe": VISION}
+_DEEPSTACK = VISION | {"deepstack_visual_indexes": [0]}
+_PIXTRAL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL = {
+    "qwen3_vl": _DEEPSTACK,
+    "qwen3_vl_moe": _DEEPSTACK,
+    "qwen3_5": VISION,
+    "qwen3_5_moe": VISION,
+    "qwen2_5_vl": VISION,
+    "mistral3": _PIXTRAL | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
+    "muse_glimmer": _PIXTRAL,
+}
 
 
 def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) -> dict[str, Any]:
@@ -167,6 +177,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.7,
+            },
+        },
+    ),
+    "mistral3": ("mistral3", {"head_dim": 32, "sliding_window": None, "model_type": "mistral"}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 2}),
+    "smollm3-windowed": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 0, 1], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True}
+        | {"mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "olmo3": ("olmo3", {"sliding_window": 11, "num_hidden_layers": 5}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "sliding_window": 9,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, **TRAINED},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "glm": ("glm", {"head_dim": 32}),
+    "glm4": ("glm4", {"head_dim": 24, "attention_bias": False}),
+    "seed_oss": ("seed_oss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "hunyuan_v1_dense": (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}),
+    "ernie4_5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "exaone4": ("exaone4", {"sliding_window": 9}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "apertus": ("apertus", {"attention_bias": True}),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "cohere2": ("cohere2", {"sliding_window": 9, "logit_scale": 0.5}),
+    "cohere2-biases": ("cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True}),
+    "qwen3_vl": ("qwen3_vl", {"head_dim": 32}),
+    "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}),
+    "muse_glimmer": ("muse_glimmer", {"head_dim": 32, "sliding_window": 9, "num_hidden_layers": 6}),
+    "muse_glimmer-odd": (
+        "muse_glimmer",
+        {"head_dim": 16, "layer_types": ["full_attention", "sliding_attention"] * 2}
+        | {"layer_rope_theta": [10000.0, 0, 0, 10000.0], "sliding_window": 11},
+    ),
+    "internlm3": ("internlm3", {"bias": True, "qkv_bias": True} | rope("dynamic", 6.0)),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 11}),
+    "starcoder2-plain": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "phi4_multimodal": ("phi4_multimodal", {"partial_rotary_factor": 0.5}),
     "hunyuan_v1_moe-alpha": (
         "hunyuan_v1_moe",
         {"num_experts": 4, "moe_topk": 3, "head_dim": 16, "attention_bias": True}

@@ -294,8 +294,8 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
     "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, "first"),
-    "attention": lambda isa: cpu_attention.attention_source(isa, DENSE, CODED, 4, has_softcap=True),
-    "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True),
+    "attention": lambda isa: cpu_attention.attention_source(isa, DENSE, CODED, 4, has_softcap=True, has_sinks=True),
+    "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True, has_sinks=True),
     "norm": lambda isa: cpu_quantize.norm_source(adds=True),
     "gemv": lambda isa: cpu_gemv.gemv_source(8),
 }

@@ -378,7 +378,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "rope scaling": ({"rope_scaling": {"rope_type": "proportional", "factor": 2}}, "proportional"),
     "new rope scaling": ({"rope_parameters": {"rope_type": "axial"}}, "axial"),
-    "activation": ({"hidden_act": "relu2"}, "relu2"),
+    "activation": ({"hidden_act": "relu6"}, "relu6"),
     "layer type": ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"] * 6}, "chunked"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "0.5"),
     "dtype": ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),

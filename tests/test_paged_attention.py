@@ -39,6 +39,11 @@ class Heads:
     norms: cpu_rope.Norms = "none"
     softcap: float | None = None
     window: int | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        return random(self.H, seed=6) * 3 if self.has_sinks else None
 
 
 SHAPES = [
@@ -47,6 +52,7 @@ SHAPES = [
     Heads(4, 4, 96, 64, softcap=30.0, window=200),
     Heads(14, 2, 64, 32, "last"),
     Heads(2, 2, 256, 256, "first"),
+    Heads(8, 1, 64, 64, window=128, has_sinks=True),
 ]
 ODD = Heads(4, 2, 80, 32, window=150)  # of dense pages alone
 SEGMENTS = [[(0, 5)], [(300, 1)], [(510, 5)], [(0, 270)], [(10, 1), (1100, 1)], [(60, 70), (64, 64)]]
@@ -77,10 +83,10 @@ def run_native(
     rope = cpu_rope.rope(isa, *layouts, shape.rotary_dim, shape.norms)
     cos, sin = (random(T, shape.rotary_dim, seed=seed) for seed in (1, 2))
     norms = {"q_norm": random(D, seed=3), "k_norm": random(D, seed=4), "eps": float_bits(1e-6)}
-    words = {"heads": shape.H, "kv_heads": shape.KH, "layer": layer, "scale": float_bits(D**-0.5)}
+    words = {"heads": shape.H, "kv_heads": shape.KH, "layer": layer, "scales": torch.full((T,), D**-0.5)}
     words["stride"] = (shape.H + 2 * shape.KH) * D
     store = rope.step(qkv=qkv, cos=cos, sin=sin, tokens=tokens, shape=torch.tensor([T]), **norms, **words)
-    place = AttentionPlace(qkv, qkv[0].numel(), out, tokens, layer, shape.H, shape.window, shape.softcap)
+    place = AttentionPlace(qkv, qkv[0].numel(), out, tokens, layer, shape.H, shape.window, shape.softcap, shape.sinks)
     Tape([store, *room.steps(isa, layouts, place, rows=tables.rows, is_split=tables.is_split)]).run()
     return out.view(T, shape.H, D)
 
@@ -131,7 +137,7 @@ def test_the_kernels_write_and_attend_as_torch_does(isas, kv_format, shape, segm
 
 def _check_segment(segment: Segment, shape: Heads, qkv: Tensor, rotated: Tensor, out: Tensor) -> None:
     rows, held = slice(segment.begin, segment.end), segment.kv.layer(1, segment.past, segment.end - segment.begin)
-    options = {"scale": shape.D**-0.5, "window": shape.window, "softcap": shape.softcap}
+    options = {"scale": shape.D**-0.5, "window": shape.window, "softcap": shape.softcap, "sinks": shape.sinks}
     expected = paged_attention(rotated[rows, : shape.H], held, segment.past, **options)
     torch.testing.assert_close(out[rows], expected, rtol=0, atol=2e-5)
     written = [page.clone() for page in (*held.pages, *held.own)]
@@ -186,7 +192,7 @@ def _assert_close_codes(layout: kv_page.PageLayout, ours: Tensor, theirs: Tensor
         assert layout.is_dense or (own - other).abs().gt(1e-4).sum() <= own.numel() // 1000
 
 
-SHARED_OUT = [Heads(8, 2, 64, 64), Heads(8, 2, 64, 64, window=150), Heads(3, 3, 32, 32)]
+SHARED_OUT = [Heads(8, 2, 64, 64, has_sinks=True), Heads(8, 2, 64, 64, window=150), Heads(3, 3, 32, 32)]
 
 
 @native

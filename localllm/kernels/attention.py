@@ -12,19 +12,26 @@ SOFTCAP_TILE = 512  # keys; widened to fp32 one tile at a time they stay in the 
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D]; k, v [KH, S, D], the last T keys being the queries' own. Returns [T, H, D].
 
-    window: how many keys a query sees, its own included. softcap: see `reference.attention`.
+    window: how many keys a query sees, its own included. softcap, sinks: see `reference.attention`.
     """
     T, H, D = q.shape
     KH, S, _ = k.shape
     if window is not None and S > T + window - 1:  # keys that no query of this call can see
         first = S - (T + window - 1)
         k, v, S = k[:, first:], v[:, first:], S - first
-    if softcap is not None:
-        return _softcapped(q, k, v, scale, window, softcap)
+    if softcap is not None or sinks is not None:
+        return _by_tiles(q, k, v, scale, window, softcap, sinks)
     if T == 1:
         # The G query heads of a group become rows over one key head: each key is read once, not G times.
         rows = q.view(1, KH, H // KH, D)
@@ -47,16 +54,24 @@ def attention(
     return mixed.squeeze(0).transpose(0, 1)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
+def _by_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """`reference.attention` with the keys and values widened tile by tile, not all at once at every token."""
     T, H, D = q.shape
     KH, S, _ = k.shape
     grouped = q.view(T, KH, H // KH, D).permute(1, 2, 0, 3).reshape(KH, -1, D).float()  # [KH, G T, D]
     scores = torch.cat([grouped @ tile.float().mT for tile in torch.split(k, SOFTCAP_TILE, dim=1)], dim=-1) * scale
-    scores = (softcap * torch.tanh(scores / softcap)).view(KH, H // KH, T, S)
+    scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).view(KH, H // KH, T, S)
     if T > 1:  # a single query sees all that the window has left
         scores = scores.masked_fill(~reference.visible(T, S, window, q.device), float("-inf"))
-    weights = scores.softmax(-1).view(KH, -1, S)  # [KH, G T, S]
+    weights = reference.softmax(scores, sinks).reshape(KH, -1, S)  # [KH, G T, S]
     mixed = torch.zeros_like(grouped)
     for part, tile in zip(torch.split(weights, SOFTCAP_TILE, dim=-1), torch.split(v, SOFTCAP_TILE, dim=1), strict=True):
         mixed += part @ tile.float()

@@ -39,16 +39,18 @@ def part_floats(head_dim: int) -> int:
     return head_dim + LANES
 
 
-def attention_source(isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Kernel:
+def attention_source(
+    isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool, has_sinks: bool
+) -> Kernel:
     """q fp32 [T, stride] rotated and scaled; out fp32 [T, H * D]; dense, coded: as in `rope_source`.
 
     tasks: int64 [tasks, 6], see TASK_WORDS; tokens: see `cpu_rope`. parts: fp32 [key heads, parts, part_floats]. shape:
     a pointer to {tasks, parts}. group: query heads a key head. window: keys that a query sees, itself included.
-    softcap: the bits of a float.
+    softcap: the bits of a float. sinks: fp32 [H], scores without a value, which count as if they came before all keys.
     """
-    k = Kernel("attention", "q out tasks tokens parts shape | kv_heads group stride layer window softcap")
+    k = Kernel("attention", "q out tasks tokens parts sinks shape | kv_heads group stride layer window softcap")
     a = k.arg
-    task = _Task(k, isa, dense, coded, rows, has_softcap)
+    task = _Task(k, isa, dense, coded, rows, has_softcap, has_sinks)
     # Dealt out one by one: the later a token, the more keys it sees.
     with k.range(k.i64(0), (a.shape.load(I64, 8) * a.kv_heads + k.threads - 1 - k.thread) / k.threads) as turn:
         item = turn * k.threads + k.thread
@@ -106,9 +108,17 @@ class _Task:
     """The rows of one task: what is known of each, and the stages that their keys go through."""
 
     def __init__(
-        self, k: Kernel, isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, has_softcap: bool
+        self,
+        k: Kernel,
+        isa: Isa,
+        dense: PageLayout,
+        coded: PageLayout | None,
+        rows: int,
+        has_softcap: bool,
+        has_sinks: bool,
     ) -> None:
         self.k, self.R, self.has_softcap, self.D = k, rows, has_softcap, dense.head_dim
+        self.has_sinks = has_sinks
         self.dense, self.coded = HeadPlan(dense), None if coded is None else HeadPlan(coded)
         self.vectors, self.group_size = self.D // LANES, self.dense.group_size
         self.groups = self.D // self.group_size
@@ -134,6 +144,11 @@ class _Task:
             self.lows.at(8 * r).store(position - k.smaller(a.window - 1, position), 8)
             self._take_query(r, a.q.at((token * a.stride + head * self.D) * 4))
         self.whole.clear()
+        if self.has_sinks:
+            with k.when(self.part.compare("slt", 0)):
+                for r in range(self.R):
+                    self.whole.peaks.at(4 * r).store(a.sinks.at(self._row(r)[1] * 4).load(F32))
+                    self.whole.totals.at(4 * r).store(k.constant(F32, 1))
         self.first_key, self.last_key = self.lows.load(I64, 8), self.highs.at(8 * (self.R - 1)).load(I64, 8)
         self.own_page = self.last_key / PAGE_TOKENS
         token = a.tokens.at(self._row(0)[0] * TOKEN_BYTES)
@@ -395,20 +410,22 @@ class _Task:
         return self.first_token + row / a.group, self.kv_head * a.group + row % a.group
 
 
-def combine_source(head_dim: int, *, is_rotated: bool) -> Kernel:
+def combine_source(head_dim: int, *, is_rotated: bool, has_sinks: bool) -> Kernel:
     """Rows whose sections several tasks have attended to: parts -> out.
 
-    merges: int64 [rows, 5], see MERGE_WORDS; parts, out: as in `attention_source`; shape: a pointer to {rows, parts}.
+    merges: int64 [rows, 5], see MERGE_WORDS; parts, out, sinks: as in `attention_source`; shape: a pointer to {rows,
+    parts}.
     """
-    k = Kernel("combine", "parts out merges shape | kv_heads group")
+    k = Kernel("combine", "parts out merges sinks shape | kv_heads group")
     a, vectors = k.arg, head_dim // LANES
     peak, total, mixed = k.stack(F32), k.stack(F32), k.stack(F32V, vectors)
     begin, end = k.share(a.shape.load(I64, 8) * a.kv_heads)
     with k.range(begin, end) as item:
         kv_head, row = item % a.kv_heads, a.merges.at(item / a.kv_heads * (8 * len(MERGE_WORDS)))
         token, head, first, step, count = (row.at(8 * n).load(I64, 8) for n in range(len(MERGE_WORDS)))
-        peak.store(k.constant(F32, NOTHING))
-        total.store(k.constant(F32, 0))
+        sink = a.sinks.at((kv_head * a.group + head) * 4).load(F32) if has_sinks else k.constant(F32, NOTHING)
+        peak.store(sink)
+        total.store(k.constant(F32, 1 if has_sinks else 0))
         for i in range(vectors):
             mixed.at(64 * i).store(k.f32v(0), 64)
         with k.range(k.i64(0), count) as section:
@@ -430,10 +447,13 @@ def write_row(k: Kernel, vectors: int, mixed: Value, total: Value, out: Value, *
 
 
 @cache
-def attention(isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool) -> Native:
-    return compile_kernel(attention_source(isa, dense, coded, rows, has_softcap=has_softcap), isa)
+def attention(
+    isa: Isa, dense: PageLayout, coded: PageLayout | None, rows: int, *, has_softcap: bool, has_sinks: bool = False
+) -> Native:
+    source = attention_source(isa, dense, coded, rows, has_softcap=has_softcap, has_sinks=has_sinks)
+    return compile_kernel(source, isa)
 
 
 @cache
-def combine(isa: Isa, head_dim: int, *, is_rotated: bool) -> Native:
-    return compile_kernel(combine_source(head_dim, is_rotated=is_rotated), isa)
+def combine(isa: Isa, head_dim: int, *, is_rotated: bool, has_sinks: bool = False) -> Native:
+    return compile_kernel(combine_source(head_dim, is_rotated=is_rotated, has_sinks=has_sinks), isa)

@@ -67,9 +67,12 @@ class AttentionRoom:
         """Return the step that attends, and the one that joins parts where rows are shared out over tasks."""
         dense, coded = layouts
         group = place.num_heads // dense.num_kv_heads
-        kernel = cpu_attention.attention(isa, dense, coded, rows, has_softcap=place.softcap is not None)
+        has_sinks = place.sinks is not None
+        has_softcap = place.softcap is not None
+        kernel = cpu_attention.attention(isa, dense, coded, rows, has_softcap=has_softcap, has_sinks=has_sinks)
         shared: dict[str, Tensor | int]
         shared = {"out": place.out, "parts": self._parts, "kv_heads": dense.num_kv_heads, "group": group}
+        shared["sinks"] = 0 if place.sinks is None else place.sinks
         yield kernel.step(
             q=place.q,
             tasks=self._tasks,
@@ -83,14 +86,14 @@ class AttentionRoom:
         )
         if not is_split:
             return
-        combine = cpu_attention.combine(isa, dense.head_dim, is_rotated=coded is not None)
+        combine = cpu_attention.combine(isa, dense.head_dim, is_rotated=coded is not None, has_sinks=has_sinks)
         yield combine.step(merges=self._merges, shape=self._counts[1], **shared)
 
 
 @dataclass(frozen=True)
 class AttentionPlace:
     """One layer's attention: q fp32 [T, stride] rotated and scaled; out fp32 [T, H * D]; tokens: see `cpu_rope`; layer:
-    its number among those whose parts a page holds."""
+    its number among those whose parts a page holds; sinks: fp32 [H]."""
 
     q: Tensor
     stride: int
@@ -100,3 +103,4 @@ class AttentionPlace:
     num_heads: int
     window: int | None
     softcap: float | None
+    sinks: Tensor | None = None

@@ -28,12 +28,13 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, no
     keys and values go into the pages.
 
     dense: of the page with a token's own position; coded: of all pages but a sequence's first, None where those are
-    dense too. cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scale, eps: the bits of a
-    float. tokens: int64 [T, 4], see TOKEN_WORDS. shape: a pointer to {T}. Threads share out the heads of all tokens.
+    dense too. cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scales: of the queries, fp32
+    [T]. eps: the bits of a float. tokens: int64 [T, 4], see TOKEN_WORDS. shape: a pointer to {T}. Threads share out the
+    heads of all tokens.
     """
     head_dim = dense.head_dim
     assert rotary_dim % (2 * LANES) == 0 and head_dim % LANES == 0
-    k = Kernel("rope", "qkv cos sin q_norm k_norm tokens shape | stride heads kv_heads layer scale eps")
+    k = Kernel("rope", "qkv cos sin q_norm k_norm scales tokens shape | stride heads kv_heads layer eps")
     a = k.arg
     all_heads = a.heads + a.kv_heads * 2
     begin, end = k.share(a.shape.load(I64, 8) * all_heads)
@@ -59,7 +60,7 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, no
                 vectors = _weighted(vectors, weight)
             vectors = turned(vectors)
             with k.when(is_query):
-                scale = a.scale.convert("trunc", "i32").convert("bitcast", F32).splat()
+                scale = a.scales.at(token * 4).load(F32).splat()
                 for i, vector in enumerate(vectors):
                     x.at(64 * i).store(vector * scale)
             with k.when(head.compare("uge", a.heads)):

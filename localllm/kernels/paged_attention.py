@@ -43,13 +43,21 @@ def write(kv: LayerPages, past: int, k: Tensor, v: Tensor) -> None:
 
 
 def paged_attention(
-    q: Tensor, kv: LayerPages, past: int, *, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    kv: LayerPages,
+    past: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D] of the tokens behind the first `past`, whose keys and values are written. Returns [T, H, D].
+    """q [T, H, D] of the tokens behind the first `past`, whose keys and values are written. sinks: fp32 [H]. Returns
+    [T, H, D].
 
     A query reads its own page densely and all before it as they are coded, but the first: see `cpu_attention`.
     """
-    attend = partial(attention, scale=scale, window=window, softcap=softcap)
+    attend = partial(attention, scale=scale, window=window, softcap=softcap, sinks=sinks)
     end = past + len(q)
     if kv.coded is None:
         keys, values = _loaded(kv.dense, kv.pages, q)

@@ -25,12 +25,20 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens over all of them.
 
     q [T, H, D]; k, v [KH, S, D] with S >= T, the last T keys being the queries' own. Scores in fp32 (fp64 for fp64).
-    softcap: scores become softcap * tanh(scores / softcap) (gemma 2, arXiv:2408.00118). Returns [T, H, D].
+    softcap: scores become softcap * tanh(scores / softcap) (gemma 2, arXiv:2408.00118). sinks [H]: of each head one
+    more score, behind which there is no value. Returns [T, H, D].
     """
     T, H, D = q.shape
     KH, S, _ = k.shape
@@ -40,8 +48,16 @@ def attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
-    mixed = scores.softmax(-1) @ v.to(wide).unsqueeze(1)  # [KH, G, T, D]
+    mixed = softmax(scores, sinks) @ v.to(wide).unsqueeze(1)  # [KH, G, T, D]
     return mixed.permute(2, 0, 1, 3).reshape(T, H, D).to(q.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores [KH, G, T, S], sinks [KH * G] -> the shares of the keys; what a sink takes is missing in their sum."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
 
 def int8_activations(x: Tensor, group: int) -> tuple[Tensor, Tensor]:

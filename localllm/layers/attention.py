@@ -13,21 +13,22 @@ from localllm.layers.batch import Batch
 from localllm.layers.config import AttentionConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
-from localllm.layers.norm import RMSNorm
-from localllm.layers.rotary import rotate
+from localllm.layers.norm import Norm
+from localllm.layers.rotary import query_growth, rotate
 
 
 @dataclass(eq=False)
 class Attention:
-    """rotation: index into Batch.rotations."""
+    """rotation: index into Batch.rotations. sinks: fp32 [H]."""
 
     config: AttentionConfig
     layer: int
     rotation: int
     qkv_proj: Linear
     o_proj: Linear
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    sinks: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -49,6 +50,9 @@ class Attention:
             qk, v = (x.clamp(-config.clip, config.clip) for x in (qk, v))
         qk = rotate(qk, *batch.rotations[self.rotation])
         qk = self._normalised(qk) if config.rotates_first else qk
+        if config.growth is not None:
+            q = qk[:, :H] * query_growth(config.growth, batch.positions).view(T, 1, 1)
+            qk = torch.cat((q.to(qk.dtype), qk[:, H:]), dim=1)
         mixed = self._mixed(qk, v, batch).reshape(T, H * D)
         return self.o_proj(mixed * gate.sigmoid() if config.has_output_gate else mixed)
 
@@ -56,7 +60,8 @@ class Attention:
         """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; these go to their pages. Returns [T, H, D]."""
         if is_native(batch.segments, qk):
             together = torch.cat((qk.float(), v.float()), dim=1)
-            return batch.native_attention(self.config, self.layer)(together, self.config, self.layer).to(qk.dtype)
+            native = batch.native_attention(self.config, self.layer)
+            return native(together, self.config, self.layer, self.sinks).to(qk.dtype)
         return self._mixed_by_operators(qk, v, batch)
 
     def _mixed_by_operators(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -67,7 +72,7 @@ class Attention:
             pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
             write(pages, segment.past, k, v[rows])
             options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
-            mixed.append(paged_attention(q, pages, segment.past, **options))
+            mixed.append(paged_attention(q, pages, segment.past, sinks=self.sinks, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _normalised(self, qk: Tensor) -> Tensor:

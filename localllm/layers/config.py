@@ -8,7 +8,7 @@ from typing import Literal
 from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import DeltaShape, KVShape
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -33,14 +33,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries at a position are multiplied by 1 + beta * ln(1 + floor(position / length)), as Llama 4 has it."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Attention of one layer.
 
-    rotary_dim: the leading features of a head that rotate; the others pass.
+    rotary_dim: the leading features of a head that rotate; the others pass. 0: positions are not told.
     window: keys that a query sees, itself included; None: all.
-    qk_norm: over each head's features, or over all heads' together (`full`).
+    qk_norm: over each head's features, over all heads' together (`full`), or over each head's, which has weights of
+        its own (`own`).
+    has_norm_weights: False where those norms have no weights.
     rotates_first: queries and keys rotate before they are normalised.
     clip: bounds the magnitude of queries, keys and values before they rotate.
+    has_sinks: each head has one more logit, which takes a share of the attention and has no value (arXiv:2309.17453).
+    growth: queries are multiplied by more the longer what is in front of them.
     has_output_gate: what is attended to is multiplied by the sigmoid of as many more rows of the projection.
     """
 
@@ -52,9 +64,12 @@ class AttentionConfig:
     scale: float
     window: int | None = None
     softcap: float | None = None
-    qk_norm: Literal["head", "full"] | None = None
+    qk_norm: Literal["head", "full", "own"] | None = None
+    has_norm_weights: bool = True
     rotates_first: bool = False
     clip: float | None = None
+    has_sinks: bool = False
+    growth: QueryGrowth | None = None
     has_bias: bool = False  # of q, k, v
     has_output_bias: bool = False
     has_output_gate: bool = False
@@ -104,11 +119,28 @@ Mixer = AttentionConfig | DeltaNetConfig
 
 @dataclass(frozen=True)
 class MLPConfig:
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * (up(x) + up_offset)), or down(activation(up(x))) without a gate.
+
+    limit: bounds the gate from above, and what goes up on both sides, before anything else is done with them.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
     has_bias: bool = False
+    has_gate: bool = True
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether all native programs know what it computes between its matrices."""
+        has_plain_gate = self.has_gate and self.limit is None and not self.up_offset
+        return has_plain_gate and self.activation in ("silu", "gelu_tanh", "gelu")
+
+    @property
+    def wide_features(self) -> int:
+        """Return the rows of its first matrix."""
+        return (2 if self.has_gate else 1) * self.intermediate_size
 
 
 MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have
@@ -119,9 +151,11 @@ class MoEConfig:
     """The weighted sum of the experts that the router chooses for a token, and of one that computes every token.
 
     gates_shared: the shared expert's output is multiplied by sigmoid(its own gate's product with x).
+    has_router_bias: of the logits.
     """
 
     router: RouterConfig
     expert: MLPConfig
     shared: MLPConfig | None = None
     gates_shared: bool = False
+    has_router_bias: bool = False

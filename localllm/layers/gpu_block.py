@@ -118,7 +118,7 @@ def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
         return None
     x = x if isinstance(x, Codes) else _coded(x, wide.packed, wide.in_features, norm)
     codes = Codes.of(len(x.q), down.packed)
-    gate = Gate(codes, body.activation_name, down.in_features)
+    gate = Gate(codes, body.config.activation, down.in_features)
     product.multiply(x, wide.packed, gate, wide.out_features, wide.bias, adds=False)
     return codes
 
@@ -131,7 +131,7 @@ def run_mlp(
     if codes is not None:
         return multiply(body.down_proj, codes, dtype, into=into)
     wide = multiply(body.gate_up_proj, x, dtype, norm=norm)
-    return multiply(body.down_proj, wide, dtype, activation=body.activation_name, into=into)
+    return multiply(body.down_proj, wide, dtype, activation=body.config.activation, into=into)
 
 
 def run_block(

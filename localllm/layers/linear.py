@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
 from localllm.quant.stacked import Stacked
@@ -64,11 +65,13 @@ class RowLookup(Protocol):
 
 @dataclass(eq=False)
 class Embedding:
-    """The rows of a matrix [V, hidden]; `scale` multiplies them (gemma: sqrt(hidden), rounded to `dtype`)."""
+    """The rows of a matrix [V, hidden]; `scale` multiplies them (gemma: sqrt(hidden), rounded to `dtype`). norm_eps: of
+    the norm that is taken of each, where one is."""
 
     matrix: RowLookup
     dtype: torch.dtype
     scale: float = 1.0
+    norm_eps: float | None = None
 
     @property
     def device(self) -> torch.device:
@@ -77,4 +80,6 @@ class Embedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, hidden] of `dtype`."""
         rows = self.matrix.rows(token_ids).to(self.dtype)
+        if self.norm_eps is not None:
+            rows = functional.rms_norm(rows.float(), rows.shape[-1:], eps=self.norm_eps).to(self.dtype)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=self.dtype)

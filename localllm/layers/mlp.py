@@ -1,4 +1,4 @@
-"""The gated feed-forward body: down(activation(gate(x)) * up(x)), with gate and up as one matrix."""
+"""The feed-forward body: down(activation(gate(x)) * up(x)), with gate and up as one matrix, or without a gate."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.layers.batch import Batch, moved
+from localllm.layers.config import MLPConfig
 from localllm.layers.linear import Linear
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
 }
 
 
 @dataclass(eq=False)
 class MLP:
+    """gate_up_proj: rows of the gate, then those of up; up alone where there is no gate. coefficients: fp32 [4] of an
+    xIELU, which learns some."""
+
     gate_up_proj: Linear
     down_proj: Linear
-    activation_name: str
+    config: MLPConfig
+    coefficients: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -36,9 +52,30 @@ class MLP:
 
     def __call__(self, x: Tensor, _batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]; the rows do not see each other, so the batch does not matter."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, intermediate] each
+        wide = self.gate_up_proj(x)
+        if not self.config.has_gate:
+            return self.down_proj(self._activated(wide))
+        gate, up = wide.chunk(2, dim=-1)  # [T, intermediate] each
         # In place: a prompt's temporaries are fresh pages every time, and faulting them in costs more than the product.
-        return self.down_proj(ACTIVATIONS[self.activation_name](gate).mul_(up))
+        if self.config.limit is not None:
+            gate, up = gate.clamp_(max=self.config.limit), up.clamp_(-self.config.limit, self.config.limit)
+        if self.config.up_offset:
+            up.add_(self.config.up_offset)
+        return self.down_proj(self._activated(gate).mul_(up))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        if self.coefficients is None:
+            return ACTIVATIONS[self.config.activation](x)
+        return _xielu(x, *self.coefficients.float())
+
+
+def _xielu(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU (arXiv:2411.13010). positive, negative: learnt, before their softplus; eps: the largest negative number
+    whose exponential is taken."""
+    alpha_p, alpha_n = functional.softplus(positive), beta + functional.softplus(negative)
+    wide = x.float()
+    below = (torch.expm1(torch.minimum(wide, eps)) - wide) * alpha_n
+    return (torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide).to(x.dtype)
 
 
 @dataclass(eq=False)

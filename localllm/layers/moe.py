@@ -73,4 +73,4 @@ class MoE:
 
 def _product(x: Tensor, linear: Linear) -> Tensor:
     """x [T, K] -> fp64 [T, N]."""
-    return reference.linear(x.double(), linear.tensors["weight"])
+    return reference.linear(x.double(), linear.tensors["weight"], linear.bias)

@@ -15,7 +15,7 @@ from localllm.kernels import cpu_rope
 from localllm.kernels.cpu_attention import MAX_ROWS, SECTION_PAGES
 from localllm.kernels.cpu_ir import LANES
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import float_bits, is_available
+from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, AttentionTables, Words
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PAGE_TOKENS
@@ -52,9 +52,9 @@ class NativeAttention:
         self._tokens = [torch.tensor(words) for words in tables.tokens]
         self._rows, self._is_split = tables.rows, tables.is_split
 
-    def __call__(self, qkv: Tensor, config: AttentionConfig, layer: int) -> Tensor:
-        """qkv fp32 [T, H + 2 KH, D], rotated already; written over. Keys and values go to their pages. Returns fp32
-        [T, H, D]."""
+    def __call__(self, qkv: Tensor, config: AttentionConfig, layer: int, sinks: Tensor | None = None) -> Tensor:
+        """qkv fp32 [T, H + 2 KH, D], rotated already; written over. sinks: fp32 [H]. Keys and values go to their pages.
+        Returns fp32 [T, H, D]."""
         T, heads, D = qkv.shape
         group, row = self._places[layer]
         isa, out, tokens = best_isa(), torch.empty(T, config.num_heads, D), self._tokens[group]
@@ -70,10 +70,11 @@ class NativeAttention:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             layer=row,
-            scale=float_bits(config.scale),
+            scales=torch.full((T,), config.scale),
             eps=0,
         )
-        place = AttentionPlace(qkv, heads * D, out, tokens, row, config.num_heads, config.window, config.softcap)
+        options = config.window, config.softcap, sinks
+        place = AttentionPlace(qkv, heads * D, out, tokens, row, config.num_heads, *options)
         steps = self._room.steps(isa, self.layouts, place, rows=self._rows, is_split=self._is_split)
         Tape([store, *steps]).run()
         return out

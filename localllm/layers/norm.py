@@ -29,15 +29,16 @@ class RMSNorm:
 class LayerNorm:
     """weight * (x - mean(x)) / deviation(x) + bias over the last dimension, in fp32, returned in x's dtype.
 
-    weight, bias [D] fp32.
+    weight, bias [D] fp32, or [heads, D] of x [T, heads, D].
     """
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        normed = functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps).mul_(self.weight)
+        return (normed if self.bias is None else normed.add_(self.bias)).to(x.dtype)
 
 
 Norm = RMSNorm | LayerNorm

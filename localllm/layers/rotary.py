@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from localllm.layers.config import RopeConfig
+from localllm.layers.config import QueryGrowth, RopeConfig
 from localllm.layers.segment import Segment
 
 
@@ -78,6 +78,11 @@ def attention_factor(rope: RopeConfig) -> float:
             return (0.1 * rope.mscale * stretch + 1.0) / (0.1 * rope.mscale_all_dim * stretch + 1.0)
         return 0.1 * stretch + 1.0
     return 1.0
+
+
+def query_growth(growth: QueryGrowth, positions: Tensor) -> Tensor:
+    """positions [T] -> what the queries there are multiplied by, fp32 [T]."""
+    return 1.0 + growth.beta * torch.log1p(torch.floor(positions / growth.length))
 
 
 class Rotary:

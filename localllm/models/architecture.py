@@ -12,14 +12,15 @@ from typing import Literal
 from localllm.kernels.sizes import DeltaShape, KVShape
 from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, RopeConfig
 
-NormPlacement = Literal["pre", "post", "sandwich"]
+NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 DeltaRows = Literal["joined", "apart", "by_head", "gates_by_head"]
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x)))."""
+    """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x))). Where it is
+    `parallel`, both blocks read the same norm of what comes into the layer: x + mixer(norm(x)) + mlp(norm(x))."""
 
     mixer: Mixer
     feed_forward: MLPConfig | MoEConfig
@@ -32,6 +33,8 @@ class StoredForm:
 
     renames: parts of a tensor's name, and what they are called here.
     transposes_experts: the matrices of all experts are one tensor, which may have columns before rows.
+    alternates_gates: the rows of an expert's gate and of what goes up take turns.
+    apart_gates: the gates of attention's output are a matrix of their own (`gate_proj`).
     interleaves_heads: the two features that rotate together lie side by side.
     delta_rows: how the projections of Gated DeltaNet lie: queries, keys and values in one matrix (`joined`), in three
         (`apart`), or all rows of one key head after those of the one before (`by_head`); `gates_by_head`: those of the
@@ -42,6 +45,8 @@ class StoredForm:
 
     renames: tuple[tuple[str, str], ...] = ()
     transposes_experts: bool = False
+    alternates_gates: bool = False
+    apart_gates: bool = False
     interleaves_heads: bool = False
     delta_rows: DeltaRows = "joined"
     negates_rates: bool = False
@@ -52,8 +57,11 @@ class StoredForm:
 class ModelConfig:
     """A decoder: an embedding, layers of a mixer and a feed-forward, a norm, a head.
 
-    norm_kind: root mean square, or mean and variance with a bias (`layer`).
-    norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1).
+    norm_kind: root mean square, or mean and variance (`layer`). has_norm_bias: of the second kind.
+    norm_out_eps: of the norms behind blocks; None: as the others.
+    norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1). final_norm_offset: what the last
+        one's do; None: as much.
+    normalizes_embeddings: by their root mean square.
     residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
@@ -69,8 +77,12 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     max_position_embeddings: int
     norm_kind: Literal["rms", "layer"] = "rms"
+    has_norm_bias: bool = True
     norm_eps: float = 1e-6
+    norm_out_eps: float | None = None
     norm_weight_offset: float = 0.0
+    final_norm_offset: float | None = None
+    normalizes_embeddings: bool = False
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

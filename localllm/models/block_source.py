@@ -129,13 +129,17 @@ class CheckpointBlocks:
             part = self._finite(name, (-stored).log() if vector.is_logarithm else stored)
             parts.append(part.view(-1, vector.taps))
         values = torch.cat(parts).T.reshape(-1)
-        return {vector.name: values + (self.config.norm_weight_offset if vector.is_norm_weight else 0.0)}
+        return {vector.name: values + vector.offset}
 
     def _vector_shapes(self, vector: Vector) -> dict[str, tuple[int, ...]]:
         """Return the tensors of the checkpoint that make up a vector, and their shapes."""
         if vector.taps > 1:
             stored = self.checkpoint.stored_rows(vector.stored, self._conv_parts(vector))
             return {name: (rows, 1, vector.taps) for name, rows in stored.items()}
+        if vector.parts and not self.checkpoint.has(vector.stored):
+            # A part of one number may be stored without dimensions.
+            scalars = {name for name, rows in vector.parts if rows == 1 and self.checkpoint.shape(name) == ()}
+            return {name: () if name in scalars else (rows,) for name, rows in vector.parts}
         row = (1, vector.features)  # as which some are stored
         is_row = self.checkpoint.has(vector.stored) and self.checkpoint.shape(vector.stored) == row
         return {vector.stored: row if is_row else (vector.features,)}

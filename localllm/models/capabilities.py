@@ -30,14 +30,14 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 def is_plain(attention: AttentionConfig) -> bool:
     """Return whether all native programs know what such attention computes."""
-    return not attention.rotates_first and attention.clip is None
+    return _is_plain_on_cpu(attention) and not (attention.rotates_first or attention.has_sinks or attention.growth)
 
 
 def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
     """Return whether a CPU's steps do: they norm heads behind the rotation too, where that changes no length."""
     stretches = attention.rope.kind in ("yarn", "longrope")
     norms_last = attention.rotates_first and attention.qk_norm == "head" and not stretches
-    return is_plain(attention) or (norms_last and attention.clip is None)
+    return (norms_last or not attention.rotates_first) and attention.clip is None and attention.qk_norm != "own"
 
 
 def has_one_head_shape(config: ModelConfig) -> bool:
@@ -51,6 +51,8 @@ def has_plain_steps(config: ModelConfig) -> bool:
         has_one_head_shape(config)
         and all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
+        and all(mlp.is_plain for mlp in config.mlps)
+        and all(layer.norm_placement != "parallel" for layer in config.layers)
         and config.norm_kind == "rms"
         and not config.has_head_bias
     )
@@ -62,7 +64,7 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     mixed = max(mixer.mixed_features for mixer in config.mixers)
     widest_in = max(hidden, intermediate, mixed)
     projected = [each.qkv_features for each in config.attentions] + [each.in_features for each in config.delta_nets]
-    widest_out = max(2 * intermediate, hidden, *projected)
+    widest_out = max(hidden, *(mlp.wide_features for mlp in config.mlps), *projected)
     group = min(form.weights.columns for form in recipe.formats if form.weights is not None)
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
     if config.delta_shape is not None:
@@ -83,15 +85,16 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
 def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
     experts = [mixture.expert for mixture in config.mixtures]
+    has_biases = any(mixture.has_router_bias or mixture.expert.has_bias for mixture in config.mixtures)
     fits_tables = config.norm_kind == "rms" and has_one_head_shape(config)
     is_launched = all(mixture.router.top_k <= MOST_SLOTS for mixture in config.mixtures)
-    fills_tiles = all(expert.intermediate_size % TILE == 0 and not expert.has_bias for expert in experts)
-    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles
+    fills_tiles = all(expert.intermediate_size % TILE == 0 and expert.is_plain for expert in experts)
+    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles and not has_biases
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether two devices can share each MLP block. Of a mixture, each expert is computed by one."""
     sizes = {mlp.intermediate_size for mlp in config.mlps}
     step = cut_step(recipe.blocks)
-    is_whole = all(size % step == 0 and size > step for size in sizes)
+    is_whole = all(size % step == 0 and size > step for size in sizes) and all(mlp.has_gate for mlp in config.mlps)
     return is_whole and can_be_cut(recipe.blocks) and not recipe.own and not config.mixtures

@@ -15,6 +15,7 @@ from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.native_delta import delta_segments
 from localllm.layers.norm import as_rms
+from localllm.layers.rotary import query_growth
 from localllm.models.cpu_mixture import ExpertRooms, mixture_of
 from localllm.models.decoder import Block, Decoder
 
@@ -44,6 +45,8 @@ class Buffers:
         self.token_ids = torch.zeros(rows, dtype=torch.int64)
         self.cos = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
         self.sin = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
+        # What queries are multiplied by, where positions matter and where they do not.
+        self.scales = {(each.scale, each.growth): torch.full((rows,), each.scale) for each in config.attentions}
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
         self.head_dim = attention.head_dim
         self.attention = AttentionRoom(rows * attention.num_heads, 1, 1, attention.num_kv_heads, attention.head_dim)
@@ -61,6 +64,9 @@ class Buffers:
         for index, (cos, sin) in enumerate(batch.rotations):
             self.cos[index][: len(batch)] = cos[:, 0]
             self.sin[index][: len(batch)] = sin[:, 0]
+        for (scale, growth), scales in self.scales.items():
+            if growth is not None:
+                scales[: len(batch)] = scale * query_growth(growth, batch.positions)
         tables = attention_tables(batch.segments, heads, kv_heads, len(self.groups), torch.get_num_threads())
         for own, words in zip(self.tokens, tables.tokens, strict=True):
             own[: len(words)] = torch.tensor(words)

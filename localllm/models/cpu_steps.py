@@ -61,7 +61,7 @@ class Recorder:
     def embed(self) -> Iterator[Step]:
         """Yield the step that looks the embedding up; none where it is not in INT8 or on the disk: torch does it."""
         embedding = self.decoder.embed
-        if isinstance(embedding, DraftInputs) or not isinstance(embedding.matrix, Linear):
+        if isinstance(embedding, DraftInputs) or not isinstance(embedding.matrix, Linear) or embedding.norm_eps:
             return
         packed = packed_matrix(embedding.matrix)
         if packed is None or packed.weights.group is not None:
@@ -105,7 +105,7 @@ class Recorder:
     def _gate(self, body: MLP) -> Step:
         """Quantize the features between the matrices of an MLP."""
         group, features = _required(body.down_proj).group, body.down_proj.in_features
-        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.activation_name)
+        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.config.activation)
         stride = body.gate_up_proj.out_features
         return self.room.activations.quantize(kernel, self.room.wide, group, features, stride=stride)
 
@@ -172,11 +172,12 @@ class Recorder:
         H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
         stride, gates = config.qkv_features, config.gate_features
         qkv = room.wide[gates:]
-        if body.q_norm is not None and body.k_norm is not None and config.qk_norm == "full":
+        q_norm, k_norm = as_rms(body.q_norm), as_rms(body.k_norm)
+        if q_norm is not None and k_norm is not None and config.qk_norm == "full":
             keys = qkv[H * D :]
-            yield self._norm(body.q_norm, qkv, qkv, H * D, stride, adds=False)
-            yield self._norm(body.k_norm, keys, keys, KH * D, stride, adds=False)
-        norms = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
+            yield self._norm(q_norm, qkv, qkv, H * D, stride, adds=False)
+            yield self._norm(k_norm, keys, keys, KH * D, stride, adds=False)
+        norms = (q_norm, k_norm) if config.qk_norm == "head" else (None, None)
         where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
         assert room.layouts is not None
         dense, coded = room.layouts
@@ -196,10 +197,11 @@ class Recorder:
             heads=H,
             kv_heads=KH,
             layer=index,
-            scale=float_bits(config.scale),
+            scales=room.scales[config.scale, config.growth],
             eps=float_bits(self.decoder.config.norm_eps),
         )
-        place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, config.window, config.softcap)
+        options = config.window, config.softcap, body.sinks
+        place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, *options)
         yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
         if gates:
             yield cpu_quantize.sigmoid_gate(self.isa).step(

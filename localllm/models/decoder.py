@@ -30,18 +30,32 @@ from localllm.offload.streaming.disk_stream import StreamClock
 
 @dataclass(frozen=True)
 class Block:
-    """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both."""
+    """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both.
+
+    is_parallel: the layer's two blocks read what came into the first of them: x + mixer(norm(x)) + mlp(norm(x)).
+    """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
     body: Attention | DeltaNet | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
+    is_parallel: bool = False
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        y = self.body(x if self.norm_in is None else self.norm_in(x), batch)
+        source = self._source(x, batch) if self.is_parallel else x
+        y = self.body(source if self.norm_in is None else self.norm_in(source), batch)
         return x + (y if self.norm_out is None else self.norm_out(y))
+
+    def _source(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return what came into the layer; of its first block, keep that for the second one."""
+        layer = self.name.rpartition(".")[0]
+        if isinstance(self.body, MLP | SplitMLP | MoE):
+            kept = batch.layer_inputs.pop(layer, None)
+            return x if kept is None else moved(kept, self.device)
+        batch.layer_inputs[layer] = x.clone()
+        return x
 
 
 class BlockStream(Protocol):

@@ -40,7 +40,7 @@ class RecordForm:
             for name, placed in self.record.tensors.items()
         }
         gate_up, down = (new_linear(matrix, tensors, self.recipe, self.dtype) for matrix in self.matrices)
-        return MLP(gate_up, down, self.config.activation)
+        return MLP(gate_up, down, self.config)
 
 
 @dataclass(frozen=True)

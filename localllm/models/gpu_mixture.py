@@ -33,15 +33,16 @@ class AddExperts(Protocol):
 
 
 def is_for_kernels(body: MoE) -> bool:
-    """Return whether the kernels compute its experts: packed records in memory, without biases, whose gates fill
-    whole tiles."""
+    """Return whether the kernels compute it: experts in packed records in memory, no biases, gates that fill whole
+    tiles."""
     if not isinstance(body.experts, ExpertRecords | SlottedExperts):
         return False
     form = body.experts.form
     weights = [matrix.format(form.recipe).weights for matrix in form.matrices]
     is_packed = None not in weights and _shares_codes(body, weights[0])
-    is_launched = body.config.router.top_k <= MOST_SLOTS
-    return is_packed and is_launched and not form.config.has_bias and form.config.intermediate_size % TILE == 0
+    is_launched = body.config.router.top_k <= MOST_SLOTS and form.config.intermediate_size % TILE == 0
+    is_plain = form.config.is_plain and not form.config.has_bias and not body.config.has_router_bias
+    return is_packed and is_launched and is_plain
 
 
 def _shares_codes(body: MoE, weights: Weights | None) -> bool:

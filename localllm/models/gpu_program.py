@@ -390,7 +390,7 @@ class GpuProgram:
         if not isinstance(matrix, Linear) or matrix.packed is None:
             return False
         is_near = matrix.device == self.device or all(tensor.is_pinned() for tensor in matrix.tensors.values())
-        return is_near and EMBED not in self.decoder.stream.names
+        return is_near and self.decoder.embed.norm_eps is None and EMBED not in self.decoder.stream.names
 
     @property
     def _runs(self) -> tuple[_Run, ...]:
@@ -463,12 +463,13 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
     too."""
     body, norms = block.body, (block.norm_in, block.norm_out)
-    if block.device != device or any(isinstance(norm, LayerNorm) for norm in norms):
+    if block.device != device or block.is_parallel or any(isinstance(norm, LayerNorm) for norm in norms):
         return False
     if isinstance(body, MoE):
         return is_for_kernels(body)
     if isinstance(body, DeltaNet):
         return body.config.shape.fills_vectors
-    if not isinstance(body, MLP) and not (isinstance(body, Attention) and is_plain(body.config)):
+    is_known = is_plain(body.config) if isinstance(body, Attention) else isinstance(body, MLP) and body.config.is_plain
+    if not is_known:
         return False
     return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device

@@ -6,7 +6,7 @@ The one description that loading, packing and random models share. Holds no byte
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
@@ -23,14 +23,17 @@ ATTENTION_NORMS = {
     "pre": ("input_layernorm", None),
     "post": (None, "post_attention_layernorm"),
     "sandwich": ("input_layernorm", "post_attention_layernorm"),
+    "parallel": ("input_layernorm", None),
 }
 MLP_NORMS = {
     "pre": ("post_attention_layernorm", None),
     "post": (None, "post_feedforward_layernorm"),
     "sandwich": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "parallel": ("input_layernorm", None),
 }
 EMBED, HEAD = "embed", "head"  # the names of the first block and of the last
 EXPERTS = "experts"  # the name of the tensor of all records of a block
+COEFFICIENTS = "coefficients"  # the name of what an activation has learnt
 ALIGNMENT_BYTES = 64  # of tensors: a cache line, and an AVX-512 vector
 SHARED_CHECKSUM = "shared_checksum"  # of a mixture: the XXH3-128 of all its tensors but the experts, in their order
 CHECKSUM_BYTES = 16
@@ -110,13 +113,15 @@ class Vector:
 
     stored: its name in a checkpoint. parts: names and features of what makes it up where that is not stored.
     taps: of a convolution, stored as [features / taps, 1, taps]; here all channels of one tap lie together.
+    is_norm_weight: near one, not near zero. offset: what is stored lacks it.
     is_logarithm: -exp of it is stored.
     """
 
     name: str  # inside its block: "norm_in"
     stored: str  # "model.layers.0.input_layernorm.weight"
     features: int
-    is_norm_weight: bool = True  # a family may store it less an offset
+    is_norm_weight: bool = True
+    offset: float = 0.0
     taps: int = 1
     parts: tuple[tuple[str, int], ...] = ()
     is_logarithm: bool = False
@@ -153,17 +158,19 @@ class Residual:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one block: all of one shape. stored: of them all, "model.layers.0.mlp.experts"."""
+    """The experts of one block: all of one shape. stored: of them all, "model.layers.0.mlp.experts". alternates: see
+    `StoredForm.alternates_gates`."""
 
     stored: str
     num_experts: int
     top_k: int
     config: MLPConfig
     residual: Residual
+    alternates: bool = False
 
     def matrices(self, index: int) -> tuple[Matrix, ...]:
         """Return an expert's matrices, by their names in its record."""
-        return gated_matrices(self.config, f"{self.stored}.{index}", self.residual)
+        return gated_matrices(self.config, f"{self.stored}.{index}", self.residual, alternates=self.alternates)
 
     @property
     def num_weights(self) -> int:
@@ -235,7 +242,7 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     if config.reads_states:
         return (*blocks, BlockLayout(HEAD, (), _norm("final_norm", "mtp.norm", config)))
     head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
-    vectors = _norm("final_norm", "model.norm", config)
+    vectors = _norm("final_norm", "model.norm", config, config.final_norm_offset)
     if config.has_head_bias:
         vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
     return (*blocks, BlockLayout(HEAD, head, vectors))
@@ -260,9 +267,10 @@ def _vocabulary(name: str, stored: str, config: ModelConfig) -> Matrix:
     return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, role="embedding")
 
 
-def _norm(name: str, stored: str, config: ModelConfig) -> tuple[Vector, ...]:
-    weight = Vector(name, f"{stored}.weight", config.hidden_size)
-    if config.norm_kind == "rms":
+def _norm(name: str, stored: str, config: ModelConfig, offset: float | None = None) -> tuple[Vector, ...]:
+    offset = config.norm_weight_offset if offset is None else offset
+    weight = Vector(name, f"{stored}.weight", config.hidden_size, offset=offset)
+    if config.norm_kind == "rms" or not config.has_norm_bias:
         return (weight,)
     return weight, Vector(f"{name}_bias", f"{stored}.bias", config.hidden_size, is_norm_weight=False)
 
@@ -299,10 +307,14 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
     D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.model.hidden_size
     attn = f"{around.prefix}.self_attn"
     qkv = {f"{attn}.q_proj": config.gate_features + H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
-    is_interleaved = around.model.stored.interleaves_heads
-    pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if is_interleaved else None
-    # Stored is each head's query with its gate behind it; here all gates come before the queries.
-    gates = Grouped(2 * H * D, (D, D), (1, 0)) if config.has_output_gate else None
+    stored = around.model.stored
+    gates = None
+    if stored.apart_gates:
+        qkv = {f"{attn}.gate_proj": config.gate_features, **qkv, f"{attn}.q_proj": H * D}
+    elif config.has_output_gate:
+        # Stored is each head's query with its gate behind it; here all gates come before the queries.
+        gates = Grouped(2 * H * D, (D, D), (1, 0))
+    pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if stored.interleaves_heads else None
     matrices = (
         Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs, grouped=gates),
         Matrix(
@@ -314,14 +326,21 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
             scale=around.model.residual_scale,
         ),
     )
-    norms = around.norms(ATTENTION_NORMS)
-    if config.qk_norm is not None:
-        wide = config.qk_norm == "full"
-        norms += (
-            Vector("q_norm", f"{attn}.q_norm.weight", H * D if wide else D),
-            Vector("k_norm", f"{attn}.k_norm.weight", KH * D if wide else D),
-        )
-    return BlockLayout(f"layers.{layer}.attention", matrices, norms)
+    vectors = (*around.norms(ATTENTION_NORMS), *_head_norms(config, attn, around.model.norm_weight_offset))
+    if config.has_sinks:
+        vectors += (Vector("sinks", f"{attn}.sinks", H, is_norm_weight=False),)
+    return BlockLayout(f"layers.{layer}.attention", matrices, vectors)
+
+
+def _head_norms(config: AttentionConfig, attn: str, offset: float) -> Iterator[Vector]:
+    """Yield the weights of the norms of queries and keys. attn: the attention's name in a checkpoint."""
+    if config.qk_norm is None or not config.has_norm_weights:
+        return
+    for name, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+        own = 1 if config.qk_norm == "head" else heads
+        parts = tuple((f"{attn}.{name}.{head}.weight", config.head_dim) for head in range(own))
+        features, parts = own * config.head_dim, parts if config.qk_norm == "own" else ()
+        yield Vector(name, f"{attn}.{name}.weight", features, offset=offset, parts=parts)
 
 
 def _delta_net(layer: int, config: DeltaNetConfig, around: _Around) -> BlockLayout:
@@ -370,13 +389,18 @@ def _delta_rows(shape: DeltaShape) -> dict[str, int]:
 
 
 def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
-    matrices = gated_matrices(config, f"{around.prefix}.mlp", around.residual)
-    return BlockLayout(f"layers.{layer}.mlp", matrices, around.norms(MLP_NORMS))
+    mlp, vectors = f"{around.prefix}.mlp", around.norms(MLP_NORMS)
+    if config.activation == "xielu":
+        names = ("alpha_p", "alpha_n", "beta", "eps")
+        parts = tuple((f"{mlp}.act_fn.{name}", 1) for name in names)
+        vectors += (Vector(COEFFICIENTS, f"{mlp}.act_fn", len(parts), is_norm_weight=False, parts=parts),)
+    return BlockLayout(f"layers.{layer}.mlp", gated_matrices(config, mlp, around.residual), vectors)
 
 
 def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     router, mlp, hidden = config.router, f"{around.prefix}.mlp", around.model.hidden_size
-    matrices = [Matrix("router", f"{mlp}.gate", {f"{mlp}.gate": router.num_experts}, hidden, role="router")]
+    logits = {f"{mlp}.gate": router.num_experts}
+    matrices = [Matrix("router", f"{mlp}.gate", logits, hidden, config.has_router_bias, role="router")]
     if config.shared is not None:
         matrices += gated_matrices(config.shared, f"{mlp}.shared_expert", around.residual, prefix="shared.")
     if config.gates_shared:
@@ -386,17 +410,26 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     if router.has_correction:
         stored = f"{mlp}.gate.e_score_correction_bias"
         vectors += (Vector("correction", stored, router.num_experts, is_norm_weight=False),)
-    experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, around.residual)
+    alternates = around.model.stored.alternates_gates
+    experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, around.residual, alternates)
     return BlockLayout(f"layers.{layer}.mlp", tuple(matrices), vectors, experts)
 
 
-def gated_matrices(config: MLPConfig, stored: str, residual: Residual, prefix: str = "") -> tuple[Matrix, ...]:
-    """Return the matrices of a gated feed-forward: gate and up as one, and down. stored: its name in a checkpoint.
-    prefix: of the matrices' names inside their block."""
+def gated_matrices(
+    config: MLPConfig, stored: str, residual: Residual, prefix: str = "", *, alternates: bool = False
+) -> tuple[Matrix, ...]:
+    """Return the matrices of a feed-forward: gate and up as one, or up alone, and down.
+
+    stored: its name in a checkpoint.
+    prefix: of the matrices' names inside their block.
+    alternates: see `StoredForm.alternates_gates`.
+    """
     width, bias = config.intermediate_size, config.has_bias
-    gate_up = {f"{stored}.gate_proj": width, f"{stored}.up_proj": width}
+    gate_up = {f"{stored}.gate_proj": width} if config.has_gate else {}
+    gate_up[f"{stored}.up_proj"] = width
+    pairs = Grouped(2 * width, (1, 1), (0, 1)) if alternates else None
     return (
-        Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, residual.features, bias),
+        Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, residual.features, bias, grouped=pairs),
         Matrix(
             f"{prefix}down_proj",
             f"{stored}.down_proj",

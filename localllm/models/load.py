@@ -22,7 +22,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
 from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm, SlottedExperts, new_linear
-from localllm.models.layout import EXPERTS, BlockLayout, block_layouts, model_bytes
+from localllm.models.layout import COEFFICIENTS, EXPERTS, BlockLayout, block_layouts, model_bytes
 from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe
@@ -92,7 +92,9 @@ class DecoderParts:
         return Decoder(
             config=config,
             weights=self.recipe.name,
-            embed=Embedding(embedding, self.dtype, config.embedding_scale),
+            embed=Embedding(
+                embedding, self.dtype, config.embedding_scale, config.norm_eps if config.normalizes_embeddings else None
+            ),
             blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
             final_norm=head.norm("final_norm"),
             head=self._head(embed, head),
@@ -141,17 +143,26 @@ class _Loaded:
         return new_linear(matrix, self.block.tensors, self.parts.recipe, self.parts.dtype)
 
     def norm(self, name: str) -> Norm:
-        tensors, eps = self.block.tensors, self.parts.config.norm_eps
-        bias = tensors.get(f"{name}_bias")
-        return RMSNorm(tensors[name], eps) if bias is None else LayerNorm(tensors[name], bias, eps)
+        tensors, config = self.block.tensors, self.parts.config
+        eps = config.norm_eps if name != "norm_out" or config.norm_out_eps is None else config.norm_out_eps
+        if config.norm_kind == "rms":
+            return RMSNorm(tensors[name], eps)
+        return LayerNorm(tensors[name], tensors.get(f"{name}_bias"), eps)
 
     def optional_norm(self, name: str) -> Norm | None:
         return self.norm(name) if name in self.block.tensors else None
 
-    def rms_norm(self, name: str) -> RMSNorm | None:
-        """Return a norm of heads, where there is one."""
-        weight = self.block.tensors.get(name)
-        return None if weight is None else RMSNorm(weight, self.parts.config.norm_eps)
+    def head_norm(self, name: str, config: AttentionConfig) -> Norm | None:
+        """Return a norm of queries or keys, where there is one."""
+        if config.qk_norm is None:
+            return None
+        eps, weight = self.parts.config.norm_eps, self.block.tensors.get(name)
+        if weight is None:  # it has none
+            device = next(iter(self.block.tensors.values())).device
+            weight = torch.ones(config.head_dim, device=device)
+        if config.qk_norm == "own":
+            return LayerNorm(weight.view(-1, config.head_dim), None, eps)
+        return RMSNorm(weight, eps)
 
     def moe(self, config: MoEConfig) -> MoE:
         layout, tensors = self.block.layout, self.block.tensors
@@ -159,7 +170,7 @@ class _Loaded:
         shared = None
         if config.shared is not None:
             linears = self.linear("shared.gate_up_proj"), self.linear("shared.down_proj")
-            shared = MLP(*linears, config.shared.activation)
+            shared = MLP(*linears, config.shared)
         return MoE(
             config=config,
             router=self.linear("router"),
@@ -177,7 +188,8 @@ class _Loaded:
         return records if slots is None else SlottedExperts(records, slots, name)
 
     def mlp(self, config: MLPConfig) -> MLP | SplitMLP:
-        whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), config.activation)
+        coefficients = self.block.tensors.get(COEFFICIENTS)
+        whole = MLP(self.linear("gate_up_proj"), self.linear("down_proj"), config, coefficients)
         if self.block.beside is None:
             return whole
         there = replace(self, block=self.block.beside).mlp(config)
@@ -190,6 +202,7 @@ def _block(loaded: _Loaded, index: int) -> Block:
     return Block(
         name=loaded.block.layout.name,
         body=body,
+        is_parallel=loaded.parts.config.layers[index // 2].norm_placement == "parallel",
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,
@@ -225,6 +238,7 @@ def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attenti
         rotation=model.rotations.index((config.rope, config.rotary_dim)),
         qkv_proj=loaded.linear("qkv_proj"),
         o_proj=loaded.linear("o_proj"),
-        q_norm=loaded.rms_norm("q_norm"),
-        k_norm=loaded.rms_norm("k_norm"),
+        q_norm=loaded.head_norm("q_norm", config),
+        k_norm=loaded.head_norm("k_norm", config),
+        sinks=loaded.block.tensors.get("sinks"),
     )

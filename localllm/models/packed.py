@@ -98,12 +98,14 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
         "output_bias": mixer.has_output_bias,
         "qk_norm": mixer.qk_norm,
     }
-    return entry | {"output_gate": True} if mixer.has_output_gate else entry
+    own = {"output_gate": mixer.has_output_gate, "sinks": mixer.has_sinks}
+    return entry | {name: value for name, value in own.items() if value}
 
 
 def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:
     if isinstance(body, MLPConfig):
-        return {"intermediate_size": body.intermediate_size, "mlp_bias": body.has_bias}
+        entry: dict[str, object] = {"intermediate_size": body.intermediate_size, "mlp_bias": body.has_bias}
+        return entry if body.has_gate else entry | {"has_gate": False}
     entry = {"num_experts": body.router.num_experts, **_body_entry(body.expert)}
     return entry if body.shared is None else entry | {"shared_intermediate_size": body.shared.intermediate_size}
 

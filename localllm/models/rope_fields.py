@@ -17,7 +17,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 MAX_POSITIONS = 1 << 28
 _LARGEST_THETA = 1e15
 _LARGEST_FACTOR = 1e6
-ROPE_KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)}
+# A text's positions are alike in all directions of an mrope.
+ROPE_KINDS: dict[str, RopeKind] = {kind: kind for kind in get_args(RopeKind)} | {"mrope": "default"}
 # Phi-3's early configs say "su" or "yarn" and mean longrope.
 PHI3_KINDS: dict[str, RopeKind] = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 

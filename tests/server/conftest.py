@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,23 @@ from localllm.server import generation_request
 from localllm.server.tools.output_format import OutputFormat
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.grammar import Grammar
+from tests.cli_support import share_kernels
 from tests.server.support import Patch, Raw, Running, Says, running
 
 Connect = Callable[..., Raw]
+
+
+@pytest.fixture(scope="session")
+def served_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return share_kernels(tmp_path_factory.mktemp("served") / "cache")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_its_own(served_cache: Path) -> Iterator[None]:
+    """What tests elsewhere have packed is in no list of a server's models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(served_cache))
+        yield
 
 
 @pytest.fixture(scope="session")

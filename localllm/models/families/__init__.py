@@ -21,7 +21,11 @@ from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.registry import FAMILIES
 
 _LIMITS = JsonLimits()
-_MULTIMODAL = ("gemma3", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # the text model's keys are in a section
+# The text model's keys are in a section, which may name a family of its own.
+_MULTIMODAL = (
+    "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3", "muse_glimmer",
+)  # fmt: skip
+_FLAT = ("qwen2_5_vl",)  # whose older files have them beside the others
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it
 
 
@@ -84,16 +88,25 @@ def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
         raise fields.refuse("model_type", "the name of the architecture")
     if model_type not in FAMILIES:
         raise unsupported(source, f"a model of the architecture {show(model_type)}", ", ".join(FAMILIES))
+    family_name = FAMILIES[model_type]
     if model_type in _MULTIMODAL:
+        family_name = FAMILIES.get(_text_type(fields), family_name)
         fields = _text_fields(fields, model_type)
-    family = importlib.import_module(f"{__name__}.{FAMILIES[model_type]}")
+    family = importlib.import_module(f"{__name__}.{family_name}")
     config: ModelConfig = family.parse(fields)
     return config
+
+
+def _text_type(fields: Fields) -> str:
+    text = fields.section("text_config")
+    return str(text.get("model_type")) if text is not None else ""
 
 
 def _text_fields(fields: Fields, model_type: str) -> Fields:
     """Return the keys of the text model in a multimodal file, with what concerns the whole and stands beside them."""
     text = fields.section("text_config")
+    if text is None and model_type in _FLAT:
+        return fields
     if text is None:
         raise fields.refuse("text_config", "the text model's configuration")
     beside = {key: fields.raw[key] for key in _SHARED_KEYS if fields.raw.get(key) is not None}

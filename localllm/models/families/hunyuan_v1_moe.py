@@ -38,13 +38,13 @@ def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     has_bias, mlp = fields.flag("attention_bias"), read_mlp(fields)
     layers = []
-    for layer, attention in enumerate(_attentions(fields, has_bias=has_bias, has_output_bias=has_bias)):
+    for layer, attention in enumerate(hunyuan_attentions(fields, has_bias=has_bias, has_output_bias=has_bias)):
         router = read_router(_of_layer(fields, layer), "softmax", top_k="moe_topk", normalizes=True)
         layers.append(LayerConfig(attention, MoEConfig(router, expert=mlp, shared=mlp)))
     return read_model(fields, layers, stored=StoredForm(RENAMES))
 
 
-def _attentions(fields: Fields, **traits: Any) -> tuple[AttentionConfig, ...]:
+def hunyuan_attentions(fields: Fields, **traits: Any) -> tuple[AttentionConfig, ...]:
     """Return each layer's attention. A scaling with an `alpha`, called dynamic in files, stretches RoPE's base once and
     for all lengths."""
     traits |= {"qk_norm": "head", "rotates_first": True}

@@ -21,7 +21,7 @@ from localllm.layers.config import (
     RopeConfig,
     RopeKind,
 )
-from localllm.models.architecture import LayerConfig, ModelConfig, StoredDtype
+from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement, StoredDtype
 from localllm.models.fields import Fields, is_integer
 from localllm.models.rope_fields import (
     FULL,
@@ -54,6 +54,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "gelu_python": "gelu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 _DTYPES: dict[str, StoredDtype] = {name: name for name in get_args(StoredDtype)}
 
@@ -76,8 +78,9 @@ _LLAMA_DEFAULTS: Mapping[str, object] = MappingProxyType(
 
 
 def with_defaults(fields: Fields, own: Mapping[str, object] = MappingProxyType({})) -> Fields:
-    """Return the fields of a family whose absent keys mean these values, and Llama's where it names none."""
-    return replace(fields, defaults={**_LLAMA_DEFAULTS, **own})
+    """Return the fields of a family whose absent keys mean these values, and Llama's where it names none. What already
+    has a meaning keeps it."""
+    return replace(fields, defaults={**_LLAMA_DEFAULTS, **own, **fields.defaults})
 
 
 def read_model(fields: Fields, layers: Iterable[LayerConfig], **traits: Any) -> ModelConfig:
@@ -96,6 +99,11 @@ def read_model(fields: Fields, layers: Iterable[LayerConfig], **traits: Any) -> 
         dtype=_dtype(fields),
         **traits,
     )
+
+
+def dense_layers(mixers: Iterable[Mixer], mlp: MLPConfig, norm_placement: NormPlacement = "pre") -> list[LayerConfig]:
+    """Return layers with one MLP each."""
+    return [LayerConfig(mixer, mlp, norm_placement) for mixer in mixers]
 
 
 def with_draft_head(model: ModelConfig, layer: LayerConfig, renames: Iterable[tuple[str, str]] = ()) -> ModelConfig:
@@ -142,6 +150,11 @@ def read_attentions(
         window = fields.optional_integer("sliding_window", 1, MAX_POSITIONS)
         by_kind[SLIDING] = replace(full, rope=rotations[SLIDING], window=window)
     return tuple(by_kind[kind] for kind in kinds)
+
+
+def without_positions(attention: AttentionConfig) -> AttentionConfig:
+    """Return the attention as a layer has it in which nothing rotates (NoPE, arXiv:2305.19466)."""
+    return replace(attention, rotary_dim=0)
 
 
 def late_kinds(fields: Fields) -> tuple[str, ...]:
