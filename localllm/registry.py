@@ -53,6 +53,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe",
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
+        "gpt_oss": "gpt_oss",
         "ministral3": "ministral3",
         "mistral3": "mistral",
         "smollm3": "smollm3",

@@ -177,6 +177,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 9}),
+    "gpt_oss-square": (
+        "gpt_oss",
+        {"num_local_experts": 5, "intermediate_size": 64, "attention_bias": False, "swiglu_limit": 0.5, "head_dim": 16}
+        | {"layer_types": ["full_attention"] + ["sliding_attention"] * 3, "sliding_window": 13}
+        | rope("yarn", 4.0, truncate=False, rope_theta=1e4, **TRAINED),
+    ),
     "ministral3": (
         "ministral3",
         {

@@ -32,7 +32,8 @@ from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import Weights, most_blocks
+from localllm.kernels.sizes import Glu, Weights, most_blocks
+from localllm.layers.mlp import ACTIVATIONS
 from localllm.quant.layouts import TABLES
 
 HOST_ISAS = cpu_isa.host_isas()
@@ -247,12 +248,16 @@ def record_of(matrices: list[tuple[PackedMatrix, Tensor]]) -> tuple[Tensor, list
     return torch.cat(parts), offsets
 
 
+SILU = Glu("silu")
+
+
 def some_experts(
     router: RouterConfig,
     hidden: int,
     inner: int,
     form: Weights = FORMS[0],
     extra: int = 0,
+    glu: Glu = SILU,
     **rest: Tensor,
 ) -> Experts:
     sizes = ((2 * inner, hidden), (hidden, inner))
@@ -273,7 +278,7 @@ def some_experts(
     table = torch.tensor([records.data_ptr() + first + place * size for place in order])
     matrices = [ExpertMatrix(form, N, K, *at) for (N, K), at in zip(sizes, offsets, strict=True)]
     matrix = random(router.num_experts + extra, hidden, seed=9) / hidden**0.5
-    mixture = Mixture(router, matrix, table, *matrices, "silu", correction=correction_of(router), **rest)
+    mixture = Mixture(router, matrix, table, *matrices, glu, correction=correction_of(router), **rest)
     packed = [(pair[0][0], pair[1][0]) for pair in both]
     return Experts(mixture, packed, biases, [(pair[0][1], pair[1][1]) for pair in both], records)
 
@@ -309,6 +314,12 @@ def test_a_row_of_a_block_is_its_token_times_its_experts_matrix_to_the_bit(isa, 
             torch.testing.assert_close(room.y[at], y, rtol=0, atol=5e-3 * float(y.abs().max()))
 
 
+def gated(glu: Glu, gate: Tensor, up: Tensor) -> Tensor:
+    if glu.limit is not None:
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return ACTIVATIONS[glu.activation](gate) * (up + glu.up_offset)
+
+
 def expected_mixture(experts: Experts, source: Tensor, shared: Tensor | None = None) -> Tensor:
     """Dense torch: every expert over every token, weighted."""
     mixture = experts.mixture
@@ -322,7 +333,7 @@ def expected_mixture(experts: Experts, source: Tensor, shared: Tensor | None = N
     total = torch.zeros_like(source)
     for expert, (dense, biases) in enumerate(zip(experts.dense, experts.biases, strict=True)):
         gate, up = (as_int8(normed, mixture.gate_up.group) @ dense[0].T + biases[0]).chunk(2, dim=-1)
-        y = as_int8(functional.silu(gate) * up, mixture.down.group) @ dense[1].T + biases[1]
+        y = as_int8(gated(mixture.glu, gate, up), mixture.down.group) @ dense[1].T + biases[1]
         total += scale[:, expert, None] * y
     if shared is not None:
         total += shared * logits[:, -1:].sigmoid()
@@ -338,6 +349,16 @@ def test_a_mixture_equals_all_of_its_experts_weighted(isa, name):
     expected = expected_mixture(experts, source, shared)
     for T, rows in ((1, 1), (13, 1), (13, isa.max_rows)):
         x, _ = run(isa, experts, source[:T], rows, shared)
+        torch.testing.assert_close(x, expected[:T], rtol=0, atol=5e-3 * float(expected.abs().max()))
+
+
+@every_isa
+@pytest.mark.parametrize("glu", [Glu("gelu_tanh"), Glu("quick_gelu", limit=0.5, up_offset=1.0)])
+def test_experts_compute_what_their_family_does_between_their_matrices(isa, glu):
+    experts, source = some_experts(SMALL, 128, 64, glu=glu), random(13, 128)
+    expected = expected_mixture(experts, source)
+    for T, rows in ((1, 1), (13, isa.max_rows)):
+        x, _ = run(isa, experts, source[:T], rows)
         torch.testing.assert_close(x, expected[:T], rtol=0, atol=5e-3 * float(expected.abs().max()))
 
 
@@ -435,7 +456,7 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     **{f"route {n}": lambda _, n=n: cpu_router.route_source(ROUTERS[n]) for n in ("deepseek v3", "phi", "mixtral")},
     "group": lambda _: cpu_experts.group_source(128, 4),
     "gathered": lambda _: cpu_quantize.quantize_source(64, "norm", rows="gathered"),
-    "grouped": lambda _: cpu_quantize.quantize_source(64, "gated", "silu", rows="grouped"),
+    "grouped": lambda _: cpu_quantize.quantize_source(64, "gated", Glu("silu"), rows="grouped"),
     "int4": lambda isa: cpu_experts.expert_matmul_source(isa, Weights(), 4, has_bias=True),
     "int8": lambda isa: cpu_experts.expert_matmul_source(isa, Weights(8, None, has_bias=False), 1, gathers=True),
     "combine": lambda _: cpu_experts.combine_source(adds=True, shared="gated"),

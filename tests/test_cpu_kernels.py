@@ -36,7 +36,7 @@ from localllm.kernels.cpu_linear import Activations, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import CENTRED, Weights
+from localllm.kernels.sizes import CENTRED, Glu, Weights
 from localllm.quant.layouts import TABLES
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other, one_in
@@ -291,7 +291,7 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "int4-lut": lambda isa: cpu_matmul.matmul_source(
         isa, Weights(4, 32, has_bias=False, table=TABLES["iq4"]), 4, adds=False, has_bias=False
     ),
-    "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", "gelu"),
+    "gated": lambda isa: cpu_quantize.quantize_source(64, "gated", Glu("gelu")),
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
     "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, "first"),
     "attention": lambda isa: cpu_attention.attention_source(isa, DENSE, CODED, 4, has_softcap=True, has_sinks=True),

@@ -18,7 +18,7 @@ from localllm.kernels.cpu_jit import Native
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.expert_block import BLOCK_WORDS
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import TILE, Weights, most_blocks
+from localllm.kernels.sizes import TILE, Glu, Weights, most_blocks
 
 SMALLEST_GROUP = 16  # of columns that share a scale
 
@@ -58,7 +58,7 @@ class Mixture:
     table: Tensor
     gate_up: ExpertMatrix
     down: ExpertMatrix
-    activation: str
+    glu: Glu
     norm: Tensor | None = None
     eps: float = 0.0
     matrix_bias: Tensor | None = None
@@ -124,7 +124,7 @@ class ExpertRoom:
         """y = what the experts of the blocks have before it is weighed, at the `places` of tokens' slots."""
         yield self._quantize_tokens(mixture, source)
         yield self._multiply(mixture, mixture.gate_up, self.wide, gathers=self.block_rows == 1)
-        kernel = cpu_quantize.quantize(self.isa, mixture.down.group, "gated", mixture.activation, "grouped")
+        kernel = cpu_quantize.quantize(self.isa, mixture.down.group, "gated", mixture.glu, "grouped")
         yield self._quantize(kernel, self.wide, mixture.down, mixture.gate_up.out_features)
         yield self._multiply(mixture, mixture.down, self.y, gathers=False)
 

@@ -86,7 +86,22 @@ def gelu(k: Kernel, x: Value) -> Value:
     return x * x.compare("olt", 0.0).choose(tail, k.f32v(1.0) - tail)
 
 
-ACTIVATIONS: dict[str, Callable[[Kernel, Value], Value]] = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
+def quick_gelu(k: Kernel, x: Value) -> Value:
+    return x * sigmoid(k, x * 1.702)
+
+
+def relu2(k: Kernel, x: Value) -> Value:
+    positive = k.larger(k.f32v(0.0), x)
+    return positive * positive
+
+
+ACTIVATIONS: dict[str, Callable[[Kernel, Value], Value]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+    "relu2": relu2,
+}
 
 
 def to_bf16(k: Kernel, x: Value) -> Value:

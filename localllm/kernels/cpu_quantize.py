@@ -15,14 +15,17 @@ from localllm.kernels.cpu_ir import F32, F32V, I32V, I64, LANES, Kernel, Value, 
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.expert_block import ExpertBlock, load_word
+from localllm.kernels.sizes import Glu
 
 Input = Literal["plain", "norm", "gated"]
 Rows = Literal["all", "grouped", "gathered"]
+NO_GLU = Glu("")
 SMALLEST = 1e-30  # a group whose largest value is below this is all zeros: 127 / it would overflow
 
 
-def quantize_source(group: int, kind: Input, activation: str = "", rows: Rows = "all") -> Kernel:
-    """plain: x [T, features]. norm: x / rms(x) * weight. gated: activation(x[:, :features]) * x[:, features:].
+def quantize_source(group: int, kind: Input, glu: Glu = NO_GLU, rows: Rows = "all") -> Kernel:
+    """plain: x [T, features]. norm: x / rms(x) * weight. gated: what `glu` makes of gates x[:, :features] and of what
+    goes up, x[:, features:], or of that alone.
 
     x fp32, `stride` floats a row. q, x_scale, x_bias, x_offset: as `cpu_matmul` reads them in blocks of `rows` rows.
     shape: a pointer to {T, rows}. Threads share out the groups of blocks, whose rows lie beside each other: sharing out
@@ -49,7 +52,7 @@ def quantize_source(group: int, kind: Input, activation: str = "", rows: Rows = 
         with k.range(first, last) as g, k.range(k.i64(0), filled) as r:
             x = _source(k, rows, first_row + r)
             values = [
-                _value(k, kind, activation, x, (g * group + LANES * i) * 4, inverses.at(r * 4), a.groups * group)
+                _value(k, kind, glu, x, (g * group + LANES * i) * 4, inverses.at(r * 4), a.groups * group)
                 for i in range(group // LANES)
             ]
             _store(k, values, (block * a.groups + g) * block_rows, r, block_rows)
@@ -64,15 +67,25 @@ def _source(k: Kernel, rows: Rows, row: Value) -> Value:
     return x
 
 
-def _value(k: Kernel, kind: Input, activation: str, x: Value, at: Value, inverse: Value, features: Value) -> Value:
+def _value(k: Kernel, kind: Input, glu: Glu, x: Value, at: Value, inverse: Value, features: Value) -> Value:
     """16 values of what is quantized, `at` bytes into the row."""
     value = x.at(at).load(F32V)
     if kind == "gated":
-        return cpu_math.ACTIVATIONS[activation](k, value) * x.at(features * 4).at(at).load(F32V)
+        return _gated(k, glu, value, x.at(features * 4).at(at).load(F32V) if glu.has_gate else None)
     if kind == "norm":
         weight: Value = k.arg.weight.at(at).load(F32V)
         return value * inverse.load(F32).splat() * weight
     return value
+
+
+def _gated(k: Kernel, glu: Glu, value: Value, up: Value | None) -> Value:
+    if up is None:
+        return cpu_math.ACTIVATIONS[glu.activation](k, value)
+    if glu.limit is not None:  # in this order a NaN stays one
+        value = k.smaller(k.f32v(glu.limit), value)
+        up = k.smaller(k.f32v(glu.limit), k.larger(k.f32v(-glu.limit), up))
+    up = up + glu.up_offset if glu.up_offset else up
+    return cpu_math.ACTIVATIONS[glu.activation](k, value) * up
 
 
 def _store(k: Kernel, values: list[Value], group_rows: Value, row: Value, block_rows: Value) -> None:
@@ -120,8 +133,8 @@ def _scales(k: Kernel, values: list[Value]) -> tuple[Value, Value]:
 
 
 @cache
-def quantize(isa: Isa, group: int, kind: Input, activation: str = "", rows: Rows = "all") -> Native:
-    return compile_kernel(quantize_source(group, kind, activation, rows), isa)
+def quantize(isa: Isa, group: int, kind: Input, glu: Glu = NO_GLU, rows: Rows = "all") -> Native:
+    return compile_kernel(quantize_source(group, kind, glu, rows), isa)
 
 
 def norm_source(*, adds: bool) -> Kernel:

@@ -67,6 +67,19 @@ class Weights:
         return f"int{self.bits}-g{self.group or 'row'}{table}{'-bias' if self.has_bias else ''}"
 
 
+@dataclass(frozen=True)
+class Glu:
+    """What a feed-forward computes between its matrices: activation(gate) * (up + up_offset), or activation(up) alone.
+
+    limit: bounds the gate from above, and what goes up on both sides, before anything else is done with them.
+    """
+
+    activation: str
+    has_gate: bool = True
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
 CENTRED = tuple(range(-8, 8))  # the table of 4-bit codes that stand for themselves less 8
 
 

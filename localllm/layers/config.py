@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import DeltaShape, KVShape
+from localllm.kernels.sizes import DeltaShape, Glu, KVShape
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -132,10 +132,13 @@ class MLPConfig:
     up_offset: float = 0.0
 
     @property
+    def glu(self) -> Glu:
+        return Glu(self.activation, self.has_gate, self.limit, self.up_offset)
+
+    @property
     def is_plain(self) -> bool:
         """Return whether all native programs know what it computes between its matrices."""
-        has_plain_gate = self.has_gate and self.limit is None and not self.up_offset
-        return has_plain_gate and self.activation in ("silu", "gelu_tanh", "gelu")
+        return self.glu == Glu(self.activation) and self.activation in ("silu", "gelu_tanh", "gelu")
 
     @property
     def wide_features(self) -> int:

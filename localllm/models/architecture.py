@@ -32,7 +32,8 @@ class StoredForm:
     """What a family's checkpoints do otherwise than Llama's.
 
     renames: parts of a tensor's name, and what they are called here.
-    transposes_experts: the matrices of all experts are one tensor, which may have columns before rows.
+    transposes_experts: the matrices of all experts are one tensor, which may have columns before rows; square ones
+        have where it says `all`.
     alternates_gates: the rows of an expert's gate and of what goes up take turns.
     apart_gates: the gates of attention's output are a matrix of their own (`gate_proj`).
     interleaves_heads: the two features that rotate together lie side by side.
@@ -44,7 +45,7 @@ class StoredForm:
     """
 
     renames: tuple[tuple[str, str], ...] = ()
-    transposes_experts: bool = False
+    transposes_experts: Literal["no", "oblong", "all"] = "no"
     alternates_gates: bool = False
     apart_gates: bool = False
     interleaves_heads: bool = False

@@ -51,7 +51,7 @@ def has_plain_steps(config: ModelConfig) -> bool:
         has_one_head_shape(config)
         and all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
-        and all(mlp.is_plain for mlp in config.mlps)
+        and all(mlp.activation != "xielu" for mlp in config.mlps)
         and all(layer.norm_placement != "parallel" for layer in config.layers)
         and config.norm_kind == "rms"
         and not config.has_head_bias

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
 from localllm.kernels.cpu_expert_room import ExpertMatrix, ExpertRoom, Mixture, block_rows
 from localllm.kernels.cpu_isa import Isa
@@ -32,7 +33,10 @@ def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
     matrix = body.router.tensors["weight"]
     if body.shared_gate is not None:
         matrix = torch.cat((matrix, body.shared_gate.tensors["weight"]))
-    return replace(host_mixture(body, body.experts, norm), matrix=matrix, correction=body.correction)
+    bias = body.router.bias
+    if bias is not None:  # of the experts' rows alone
+        bias = functional.pad(bias, (0, len(matrix) - len(bias)))
+    return replace(host_mixture(body, body.experts, norm), matrix=matrix, matrix_bias=bias, correction=body.correction)
 
 
 def host_mixture(body: MoE, records: ExpertRecords | PooledExperts, norm: RMSNorm | None) -> Mixture:
@@ -45,7 +49,7 @@ def host_mixture(body: MoE, records: ExpertRecords | PooledExperts, norm: RMSNor
         table=records.table,
         gate_up=gate_up,
         down=down,
-        activation=body.config.expert.activation,
+        glu=body.config.expert.glu,
         norm=None if norm is None else norm.weight,
         eps=0.0 if norm is None else norm.eps,
     )

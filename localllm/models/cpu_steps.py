@@ -105,7 +105,7 @@ class Recorder:
     def _gate(self, body: MLP) -> Step:
         """Quantize the features between the matrices of an MLP."""
         group, features = _required(body.down_proj).group, body.down_proj.in_features
-        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.config.activation)
+        kernel = cpu_quantize.quantize(self.isa, group, "gated", body.config.glu)
         stride = body.gate_up_proj.out_features
         return self.room.activations.quantize(kernel, self.room.wide, group, features, stride=stride)
 

@@ -115,9 +115,11 @@ class SlottedExperts:
 
 
 def new_linear(matrix: Matrix, tensors: Mapping[str, Tensor], recipe: Recipe, dtype: torch.dtype) -> Linear:
-    """Return a matrix of its tensors. dtype: of its bias, which follows that of activations."""
+    """Return a matrix of its tensors. dtype: of its bias, which follows that of activations; a router computes in
+    fp32."""
     weight_format = matrix.format(recipe)
     specs = weight_format.specs(matrix.out_features, matrix.in_features)
     own = {name: tensors[f"{matrix.name}.{name}"] for name in specs}
-    bias = tensors[f"{matrix.name}.linear_bias"].to(dtype) if matrix.has_bias else None
+    bias_dtype = torch.float32 if matrix.role == "router" else dtype
+    bias = tensors[f"{matrix.name}.linear_bias"].to(bias_dtype) if matrix.has_bias else None
     return Linear(weight_format, own, matrix.out_features, matrix.in_features, bias)

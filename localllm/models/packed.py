@@ -107,6 +107,8 @@ def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:
         entry: dict[str, object] = {"intermediate_size": body.intermediate_size, "mlp_bias": body.has_bias}
         return entry if body.has_gate else entry | {"has_gate": False}
     entry = {"num_experts": body.router.num_experts, **_body_entry(body.expert)}
+    if body.has_router_bias:
+        entry["router_bias"] = True
     return entry if body.shared is None else entry | {"shared_intermediate_size": body.shared.intermediate_size}
 
 

@@ -41,9 +41,9 @@ _DECIDES = re.compile(
     r"\.(?:weight|bias|e_score_correction_bias)|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+)"
     r"|model\.layers\.\d+\.linear_attn\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
-# All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows].
+# All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows]; or their biases.
 _FUSED = re.compile(
-    r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?"
+    r"((?:model|mtp)\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight|([._]bias))?"
 )
 
 
@@ -162,9 +162,13 @@ class Checkpoint:
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether an expert's matrix of this shape is stored with its columns first. Where it is as wide as high
-        nothing tells; it is taken to be stored as usual then, as transformers does."""
-        stored, is_expert = self.shape(name), self._stored[name].expert is not None
-        return is_expert and self._form.transposes_experts and stored != shape and stored == shape[::-1]
+        nothing tells; it is taken to be stored as transformers has it then. Codes have rows first."""
+        stored, how = self.shape(name), self._form.transposes_experts
+        is_matrix = self._stored[name].expert is not None and len(shape) == 2
+        has_codes = isinstance(self._tensor(name), safetensors_folder.MatrixTensor)
+        if not is_matrix or has_codes or how == "no" or stored != shape[::-1]:
+            return False
+        return stored != shape or how == "all"
 
     def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read tensors one above the other, [sum of rows, *features], each straight into its rows.
@@ -248,16 +252,17 @@ def _with_experts(names: Mapping[str, str], tensors: Mapping[str, StoredTensor],
         if fused is None:
             continue
         shape = tensors[name].shape
-        if len(shape) != 3 or shape[0] > MAX_EXPERTS:
-            why = f"it has the shape {list(shape)}; [experts, rows, columns] is needed, at most {MAX_EXPERTS} experts"
+        experts, matrix, bias = fused.groups()
+        kind, wanted = ("bias", "[experts, rows]") if bias else ("weight", "[experts, rows, columns]")
+        if len(shape) != (2 if bias else 3) or shape[0] > MAX_EXPERTS:
+            why = f"it has the shape {list(shape)}; {wanted} is needed, at most {MAX_EXPERTS} experts"
             raise CheckpointError(f"{directory}: {show(name)} is not a tensor of experts", why=why, fix=FETCH_ANEW)
-        experts, matrix = fused.groups()
         parts = ("gate_proj", "up_proj", matrix) if matrix == "gate_up_proj" else (matrix,)
         for expert in range(shape[0]):
-            for other in (f"{experts}.{expert}.{part}.weight" for part in parts):
+            for other in (f"{experts}.{expert}.{part}.{kind}" for part in parts):
                 if other in places:
                     raise _stored_twice(directory, other, name, places[other].name)
-            places[f"{experts}.{expert}.{matrix}.weight"] = _Place(name, expert)
+            places[f"{experts}.{expert}.{matrix}.{kind}"] = _Place(name, expert)
     return places
 
 

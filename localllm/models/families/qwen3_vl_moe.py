@@ -23,4 +23,4 @@ DEFAULTS: dict[str, object] = {
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
-    return qwen3_moe.experts_model(fields, FULL, normalizes=True, stored=StoredForm(transposes_experts=True))
+    return qwen3_moe.experts_model(fields, FULL, normalizes=True, stored=StoredForm(transposes_experts="oblong"))
