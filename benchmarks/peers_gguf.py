@@ -1,11 +1,13 @@
-"""A GGUF file of the shape of a Llama, of Qwen3-MoE or of Qwen3.5 with random weights, as `llama-quantize` lays it out.
+"""A GGUF file of the shape of a Llama, Qwen3-MoE, Qwen3.5 or gpt-oss with random weights, as `llama-quantize` has it.
 
 Q4_0: matrices in Q4_0, the head in Q6_K, norms and routers in fp32. Q4_K_M: as files are published most, with half of
-the values and of the second MLP matrices in Q6_K. The vocabulary is one word an id.
+the values and of the second MLP matrices in Q6_K. MXFP4: gpt-oss as it is published, the experts in MXFP4 and all
+other matrices in Q8_0. The vocabulary is one word an id.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +17,10 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-Mix = Literal["Q4_0", "Q4_K_M"]
+Mix = Literal["Q4_0", "Q4_K_M", "MXFP4"]
 EMBEDDING = "token_embd.weight"
 # fp16 scale of a block: where it stands in the block's bytes, and what makes weights of about 1.
-SCALES = {Type.Q4_0: (0, 0.23), Type.Q4_K: (0, 0.23 / 63), Type.Q6_K: (208, 5e-4)}
+SCALES = {Type.Q4_0: (0, 0.23), Type.Q4_K: (0, 0.23 / 63), Type.Q6_K: (208, 5e-4), Type.Q8_0: (0, 0.0136)}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,9 @@ class GGUFTensor:
 
 def model_tensors(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> Iterator[GGUFTensor]:
     """Every tensor by llama.cpp's names. shape: Hugging Face's config. head: Q6_K or Q4_0."""
+    if is_gpt_oss(shape):
+        yield from _gpt_oss_tensors(shape)
+        return
     most = Type.Q4_0 if mix == "Q4_0" else Type.Q4_K
     layers = shape["num_hidden_layers"]
     hidden, is_tied = shape["hidden_size"], is_hybrid(shape) and shape["tie_word_embeddings"]
@@ -63,6 +68,31 @@ def model_tensors(shape: Mapping[str, Any], head: str, mix: Mix = "Q4_0") -> Ite
     yield GGUFTensor("output_norm.weight", (hidden,), Type.F32)
     if not is_tied:
         yield GGUFTensor("output.weight", (shape["vocab_size"], hidden), Type[head])
+
+
+def is_gpt_oss(shape: Mapping[str, Any]) -> bool:
+    return bool(shape["model_type"] == "gpt_oss")
+
+
+def _gpt_oss_tensors(shape: Mapping[str, Any]) -> Iterator[GGUFTensor]:
+    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
+    heads, count, width = shape["num_attention_heads"], shape["num_local_experts"], shape["intermediate_size"]
+    yield GGUFTensor(EMBEDDING, (vocab, hidden), Type.Q8_0)
+    for layer in range(shape["num_hidden_layers"]):
+        block, matrices = f"blk.{layer}", _attention(shape)
+        for name, matrix in matrices.items():
+            yield GGUFTensor(f"{block}.{name}.weight", matrix, Type.Q8_0)
+        plain: dict[str, tuple[int, ...]] = {f"{name}.bias": (rows,) for name, (rows, _) in matrices.items()}
+        for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"):
+            rows, columns = (hidden, width) if "down" in name else (width, hidden)
+            yield GGUFTensor(f"{block}.{name}.weight", (count, rows, columns), Type.MXFP4)
+            plain[f"{name}.bias"] = (count, rows)
+        plain |= {"attn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,), "attn_sinks.weight": (heads,)}
+        plain |= {"ffn_gate_inp.weight": (count, hidden), "ffn_gate_inp.bias": (count,)}
+        for name, numbers in plain.items():
+            yield GGUFTensor(f"{block}.{name}", numbers, Type.F32)
+    yield GGUFTensor("output_norm.weight", (hidden,), Type.F32)
+    yield GGUFTensor("output.weight", (vocab, hidden), Type.Q8_0)
 
 
 def is_hybrid(shape: Mapping[str, Any]) -> bool:
@@ -127,7 +157,8 @@ def _feed_forward(shape: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
     """Return a writer that has been told the shape's numbers."""
     is_mixture = "num_experts" in shape
-    writer = gguf.GGUFWriter(path, "qwen35" if is_hybrid(shape) else "qwen3moe" if is_mixture else "llama")
+    architecture = "qwen35" if is_hybrid(shape) else "qwen3moe" if is_mixture else "llama"
+    writer = gguf.GGUFWriter(path, "gpt-oss" if is_gpt_oss(shape) else architecture)
     writer.add_context_length(shape["max_position_embeddings"])
     writer.add_embedding_length(shape["hidden_size"])
     writer.add_block_count(shape["num_hidden_layers"])
@@ -138,7 +169,7 @@ def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
     writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
     writer.add_vocab_size(shape["vocab_size"])
     _add_vocabulary(writer, shape["vocab_size"])
-    if is_mixture or is_hybrid(shape):
+    if is_mixture or is_hybrid(shape) or is_gpt_oss(shape):
         writer.add_key_length(_head_dim(shape))
         writer.add_value_length(_head_dim(shape))
     if is_hybrid(shape):
@@ -149,6 +180,16 @@ def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
         writer.add_ssm_time_step_rank(shape["linear_num_value_heads"])
         writer.add_ssm_inner_size(_delta_features(shape)[1])
         writer.add_full_attention_interval(shape["full_attention_interval"])
+    if is_gpt_oss(shape):
+        scaling = shape["rope_scaling"]
+        writer.add_rope_freq_base(shape["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_sliding_window(shape["sliding_window"])
+        writer.add_expert_count(shape["num_local_experts"])
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["intermediate_size"])
     if is_mixture:
         writer.add_expert_count(shape["num_experts"])
         writer.add_expert_used_count(shape["num_experts_per_tok"])
@@ -197,18 +238,24 @@ def write_random(path: Path, shape: Mapping[str, Any], head: str, mix: Mix = "Q4
 def _read_bytes(tensor: GGUFTensor, shape: Mapping[str, Any]) -> int:
     if "_exps." not in tensor.name:
         return tensor.nbytes
-    return int(tensor.nbytes * shape["num_experts_per_tok"] // shape["num_experts"])
+    count = shape["num_local_experts"] if is_gpt_oss(shape) else shape["num_experts"]
+    return int(tensor.nbytes * shape["num_experts_per_tok"] // count)
 
 
 def random_values(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Ones for a norm, normal numbers for a router; for a matrix blocks of random bytes, each with the same scale, so
     that activations stay near 1."""
     if tensor.type is Type.F32:
+        if "attn_sinks" in tensor.name or (tensor.name.endswith(".bias") and "ssm_dt" not in tensor.name):
+            return np.zeros(tensor.shape, np.float32)
         if len(tensor.shape) == 1:  # a rate of decay is stored as -exp(A_log)
             return np.full(tensor.shape, -1 if tensor.name.endswith("ssm_a") else 1, np.float32)
         return rng.standard_normal(tensor.shape, np.float32) / np.float32(tensor.shape[-1] ** 0.5)  # a router's
     _, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
     blocks = rng.integers(0, 256, (tensor.nbytes // block_bytes, block_bytes), dtype=np.uint8)
+    if tensor.type is Type.MXFP4:  # one byte, an exponent of two
+        blocks[:, 0] = 127 - round(math.log2(2.5 * tensor.shape[-1] ** 0.5))
+        return blocks.reshape(tensor.byte_shape)
     offset, scale = SCALES[tensor.type]
     if tensor.type is Type.Q4_K:
         blocks[:, 4:16] = 0xFF  # a group's scale and least: 63 times those of the block

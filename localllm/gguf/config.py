@@ -264,6 +264,19 @@ def _granitemoe(file: Metadata) -> Json:
     }
 
 
+def _gpt_oss(file: Metadata) -> Json:
+    scaling = rope_scaling(file)
+    return {
+        "model_type": "gpt_oss",
+        "intermediate_size": file.width("ffn_down_exps.weight"),
+        "num_local_experts": file.integer("expert_count"),
+        "layer_types": _layer_types(file, 2),
+        # The file does not say that the makers' ramp begins and ends between two features.
+        "rope_scaling": None if scaling is None else scaling | {"truncate": False},
+        **_top_k(file),
+    }
+
+
 def _minimax_m2(file: Metadata) -> Json:
     own = {"intermediate_size": file.width("ffn_down_exps.weight"), "num_local_experts": file.integer("expert_count")}
     return {"model_type": "minimax_m2", **own, **_top_k(file)}
@@ -375,6 +388,7 @@ _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "dots1": _dots1,
         "ernie4_5-moe": _ernie,
         "granitemoe": _granitemoe,
+        "gpt-oss": _gpt_oss,
         "phimoe": _phimoe,
         "minimax-m2": _minimax_m2,
         "hunyuan-moe": _hunyuan_moe,

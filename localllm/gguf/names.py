@@ -39,6 +39,7 @@ _COMMON = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "attn_sinks": "self_attn.sinks",
 }
 _GATED = ("ffn_gate", "ffn_up", "ffn_down")
 # Norms behind a block, which some families have beside those in front of it, and some instead.
@@ -71,11 +72,12 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen3next": _GATED_DELTA_NET,
         "qwen35": _GATED_DELTA_NET,
         "qwen35moe": _GATED_DELTA_NET,
+        "gpt-oss": _NORM_BETWEEN,
         "phi3": {"ffn_up": "mlp.gate_up_proj"},  # the gate's rows, then those of up
     }
 )
 # Parts that are called the same whatever their suffix is.
-_WITHOUT_SUFFIX = frozenset({"exp_probs_b", "ssm_dt", "ssm_a"})
+_WITHOUT_SUFFIX = frozenset({"exp_probs_b", "ssm_dt", "ssm_a", "attn_sinks"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""Configurations as transformers makes them where a file says nothing: read to as many parameters as it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from localllm.models.architecture import ModelConfig
+from localllm.models.families import parse_config
+from localllm.models.layout import block_layouts
+from localllm.registry import FAMILIES
+
+# Text models that transformers builds as a part of another one alone, and what it has no defaults for.
+PARTS = {"qwen3_vl_text", "qwen2_5_vl_text", "muse_glimmer_text"}
+NEEDED = {
+    "glm4_moe": {"head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+}
+NOT_TEXT = ("visual", "vision", "audio", "image", "multi_modal", "embed_tokens_extend")
+BUFFERS = ("e_score_correction_bias", "act_fn", "layer_scalar")  # which a checkpoint stores like parameters
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in CONFIG_MAPPING and name not in PARTS])
+def test_a_default_config_means_as_many_parameters(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
+    transformers.utils.logging.set_verbosity_error()
+    with torch.device("meta"):
+        try:
+            peer = AutoModelForCausalLM.from_config(config)
+        except ValueError:
+            peer = AutoModelForImageTextToText.from_config(config)
+    stored = [*peer.named_parameters(), *((n, b) for n, b in peer.named_buffers() if any(word in n for word in BUFFERS))]
+    theirs = sum(tensor.numel() for name, tensor in stored if not any(word in name for word in NOT_TEXT))
+    assert num_parameters(parse_config(config.to_dict(), model_type)) == theirs
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers that a checkpoint of the model stores; a norm that both blocks of a layer read is one."""
+    total, norms = 0, set()
+    for block in block_layouts(config):
+        experts = [] if block.experts is None else [*block.experts.matrices(0)] * block.experts.num_experts
+        for matrix in (*block.matrices, *experts):
+            total += matrix.num_weights + matrix.out_features * matrix.has_bias
+        total += sum(vector.features for vector in block.vectors if vector.stored not in norms)
+        norms |= {vector.stored for vector in block.vectors}
+    return total
