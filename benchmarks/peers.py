@@ -28,7 +28,14 @@ from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts
 from localllm.models.shapes import shipped_shapes
 
-MODELS = ("tinyllama-1.1b", "mistral-7b", "llama-3.1-8b", "qwen3-30b-a3b", "qwen3.5-4b", "gpt-oss-20b")  # shapes that all sides know
+MODELS = (
+    "tinyllama-1.1b",
+    "mistral-7b",
+    "llama-3.1-8b",
+    "qwen3-30b-a3b",
+    "qwen3.5-4b",
+    "gpt-oss-20b",
+)  # shapes that all sides know
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30
@@ -366,7 +373,9 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated; default: tinyllama-1.1b")
     parser.add_argument("--weights", default="int4", help="of localllm: any format it knows")
-    parser.add_argument("--gguf", choices=("Q4_0", "Q4_K_M", "MXFP4"), help="both read one GGUF file, of this mix of types")
+    parser.add_argument(
+        "--gguf", choices=("Q4_0", "Q4_K_M", "MXFP4"), help="both read one GGUF file, of this mix of types"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--depth", type=int, nargs="+", default=list(DEPTHS), help="of decode, in tokens")

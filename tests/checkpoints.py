@@ -23,6 +23,10 @@ def rope(kind: str, factor: float, **rest: Any) -> dict[str, Any]:
 
 TRAINED = {"original_max_position_embeddings": 64}
 GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 12, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 272, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0 + 0.02 * i for i in range(8)],
@@ -177,6 +181,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gemma4-shared-keys": (
+        "gemma4_text",
+        GEMMA4
+        | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+        | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True, "final_logit_softcapping": 20.0}
+        | {"num_key_value_heads": 1},
+    ),
+    "gemma4-keys-as-values": (
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-experts": (
+        "gemma4_text",
+        GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {key: GEMMA4[key] for key in ("head_dim", "global_head_dim", "layer_types")},
+    ),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 9}),
     "gpt_oss-square": (
         "gpt_oss",

@@ -34,7 +34,10 @@ def test_a_default_config_means_as_many_parameters(model_type: str) -> None:
             peer = AutoModelForCausalLM.from_config(config)
         except ValueError:
             peer = AutoModelForImageTextToText.from_config(config)
-    stored = [*peer.named_parameters(), *((n, b) for n, b in peer.named_buffers() if any(word in n for word in BUFFERS))]
+    stored = [
+        *peer.named_parameters(),
+        *((n, b) for n, b in peer.named_buffers() if any(word in n for word in BUFFERS)),
+    ]
     theirs = sum(tensor.numel() for name, tensor in stored if not any(word in name for word in NOT_TEXT))
     assert num_parameters(parse_config(config.to_dict(), model_type)) == theirs
 

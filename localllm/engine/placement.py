@@ -90,7 +90,7 @@ def model_shape(
         logits_bytes=config.vocab_size * 4,
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
         batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(9))),
-        is_tied=config.tie_word_embeddings,
+        is_tied=config.is_tied,
         can_split=can_be_split(config, recipe),
         can_slot=has_gpu and can_have_slots(config, recipe),
         packing=packing,

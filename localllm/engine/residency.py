@@ -253,7 +253,7 @@ class Residency:
             self.kv_pages.move(self.kv_devices, self.model.state_devices)
 
     def _demoted(self, blocks: Sequence[BlockPlacement], on_device: bool) -> list[BlockPlacement] | None:
-        return demoted(blocks, "vram" if on_device else "ram", self.config.tie_word_embeddings)
+        return demoted(blocks, "vram" if on_device else "ram", self.config.is_tied)
 
     def _look_at_others(self) -> OtherPrograms:
         return OtherPrograms(self.device, lambda: self.graph_bytes)

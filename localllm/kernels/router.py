@@ -18,6 +18,7 @@ class RouterConfig:
     groups, top_groups: experts are chosen from the `top_groups` groups whose two best scores have the largest sum.
     normalizes: weights are divided by max(their sum + sum_epsilon, sum_floor).
     scale: multiplies the weights at last.
+    has_expert_scales: a vector [num_experts] does, too, each expert's number its weight.
     """
 
     scores: Scores
@@ -31,3 +32,4 @@ class RouterConfig:
     sum_floor: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    has_expert_scales: bool = False

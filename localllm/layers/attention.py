@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.batch import Batch
@@ -29,6 +30,12 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: Tensor | None = None
+    norm_eps: float = 1e-6  # of values
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether its keys and values are its own."""
+        return self.config.kv_of_layer is None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -41,10 +48,12 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         config, T = self.config, len(batch)
-        H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
+        H, KH, D = config.num_heads, config.key_heads, config.head_dim
         projected = self.qkv_proj(x)
-        gate, qkv = projected[:, : config.gate_features], projected[:, config.gate_features :].view(T, H + 2 * KH, D)
-        qk, v = qkv[:, : H + KH], qkv[:, H + KH :]
+        gate, qkv = projected[:, : config.gate_features], projected[:, config.gate_features :].view(T, -1, D)
+        qk, v = qkv[:, : H + KH], qkv[:, H:] if config.value_from_key else qkv[:, H + KH :]
+        if config.norms_values:
+            v = functional.rms_norm(v.float(), (D,), eps=self.norm_eps).to(v.dtype)
         qk = qk if config.rotates_first else self._normalised(qk)
         if config.clip is not None:
             qk, v = (x.clamp(-config.clip, config.clip) for x in (qk, v))
@@ -57,7 +66,8 @@ class Attention:
         return self.o_proj(mixed * gate.sigmoid() if config.has_output_gate else mixed)
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; these go to their pages. Returns [T, H, D]."""
+        """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; keys and values, if there are any, go to their
+        pages. Returns [T, H, D]."""
         if is_native(batch.segments, qk):
             together = torch.cat((qk.float(), v.float()), dim=1)
             native = batch.native_attention(self.config, self.layer)
@@ -70,16 +80,19 @@ class Attention:
             rows = slice(segment.begin, segment.end)
             q, k = qk[rows, : config.num_heads], qk[rows, config.num_heads :]
             pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
-            write(pages, segment.past, k, v[rows])
+            if len(v[0]):
+                write(pages, segment.past, k, v[rows])
             options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
             mixed.append(paged_attention(q, pages, segment.past, sinks=self.sinks, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _normalised(self, qk: Tensor) -> Tensor:
         """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None:
             return qk
         q, k = qk[:, : self.config.num_heads], qk[:, self.config.num_heads :]
+        if self.k_norm is None:  # the keys are another layer's
+            return self.q_norm(q)
         if self.config.qk_norm == "full":
             q_flat, k_flat = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))
             return torch.cat((q_flat, k_flat), dim=1).view(qk.shape)

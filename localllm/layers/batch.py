@@ -38,7 +38,8 @@ class Batch:
     segments: tuple[Segment, ...]
     logit_rows: Tensor  # [R] int64, ascending, none twice: the rows whose logits are wanted
     rotaries: tuple[Rotary, ...]  # the model's
-    layer_inputs: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # of layers begun
+    # What a stage leaves to later ones: the input of a layer whose second block reads it, embeddings of all layers.
+    carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     _native: dict[tuple[int, KVShape], NativeAttention] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import DeltaShape, Glu, KVShape
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class RopeConfig:
     attention_factor: float | None = None  # yarn, longrope
     short_factor: tuple[float, ...] = ()  # longrope
     long_factor: tuple[float, ...] = ()  # longrope
+    share: float = 1.0  # proportional: of the features that do turn
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class AttentionConfig:
     has_sinks: each head has one more logit, which takes a share of the attention and has no value (arXiv:2309.17453).
     growth: queries are multiplied by more the longer what is in front of them.
     has_output_gate: what is attended to is multiplied by the sigmoid of as many more rows of the projection.
+    value_from_key: the values are the keys as they are projected.
+    norms_values: by the root mean square of each head.
+    kv_of_layer: the layer whose keys and values are attended to; None: its own.
     """
 
     num_heads: int
@@ -73,10 +77,23 @@ class AttentionConfig:
     has_bias: bool = False  # of q, k, v
     has_output_bias: bool = False
     has_output_gate: bool = False
+    value_from_key: bool = False
+    norms_values: bool = False
+    kv_of_layer: int | None = None
 
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(self.num_kv_heads, self.head_dim)
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys that the projection makes."""
+        return self.num_kv_heads if self.kv_of_layer is None else 0
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of values that the projection makes."""
+        return 0 if self.value_from_key else self.key_heads
 
     @property
     def gate_features(self) -> int:
@@ -85,7 +102,7 @@ class AttentionConfig:
 
     @property
     def qkv_features(self) -> int:
-        return self.gate_features + (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.gate_features + (self.num_heads + self.key_heads + self.value_heads) * self.head_dim
 
     @property
     def mixed_features(self) -> int:
@@ -146,6 +163,19 @@ class MLPConfig:
         return (2 if self.has_gate else 1) * self.intermediate_size
 
 
+@dataclass(frozen=True)
+class PerLayerConfig:
+    """Small embeddings that a token has for each layer (Gemma 3n's PLE): behind a layer's feed-forward, they are
+    multiplied by what a gate makes of the hidden state, and projected back.
+
+    vocab_size: tokens beyond it have none. features: of a token for one layer.
+    """
+
+    vocab_size: int
+    features: int
+    activation: Activation = "gelu_tanh"
+
+
 MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have
 
 
@@ -155,6 +185,7 @@ class MoEConfig:
 
     gates_shared: the shared expert's output is multiplied by sigmoid(its own gate's product with x).
     has_router_bias: of the logits.
+    has_own_norms: the router, the experts and the shared expert each have a norm in front, the last two one behind.
     """
 
     router: RouterConfig
@@ -162,3 +193,4 @@ class MoEConfig:
     shared: MLPConfig | None = None
     gates_shared: bool = False
     has_router_bias: bool = False
+    has_own_norms: bool = False

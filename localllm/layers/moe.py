@@ -16,6 +16,7 @@ from localllm.layers.batch import Batch
 from localllm.layers.config import MoEConfig
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
+from localllm.layers.norm import RMSNorm
 
 
 class ExpertBank(Protocol):
@@ -30,9 +31,21 @@ class ExpertBank(Protocol):
         with until the next one is asked for. Raises LocalLLMError for one that cannot be brought."""
 
 
+@dataclass(frozen=True)
+class MoENorms:
+    """Norms of what goes into each part of a mixture, and of what comes out of the experts and of the shared one."""
+
+    router: RMSNorm
+    experts_in: RMSNorm
+    experts_out: RMSNorm
+    shared_in: RMSNorm
+    shared_out: RMSNorm
+
+
 @dataclass(eq=False)
 class MoE:
-    """router [num_experts, hidden] and shared_gate [1, hidden] are in fp32, as is correction [num_experts]."""
+    """router [num_experts, hidden] and shared_gate [1, hidden] are in fp32, as are correction and expert_scales
+    [num_experts]."""
 
     config: MoEConfig
     router: Linear
@@ -40,6 +53,8 @@ class MoE:
     correction: Tensor | None = None
     shared: MLP | None = None
     shared_gate: Linear | None = None
+    expert_scales: Tensor | None = None
+    norms: MoENorms | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -52,19 +67,23 @@ class MoE:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]; a row depends on itself alone, however many rows are beside it."""
-        wide, router = x.float(), self.config.router
+        wide, router, norms = x.float(), self.config.router, self.norms
         # In fp64: sums and exponentials of fp32 depend in their last digits on how many rows there are, and with those
         # the choice of experts.
-        chosen, shares = reference.route(_product(wide, self.router), self.correction, router)  # [T, top_k] each
-        weights = shares.float()
+        logits = _product(wide if norms is None else norms.router(wide), self.router)
+        chosen, shares = reference.route(logits, self.correction, router)  # [T, top_k] each
+        weights = shares.float() if self.expert_scales is None else shares.float() * self.expert_scales[chosen]
+        inward = x if norms is None else norms.experts_in(x)
         parts = torch.empty((*chosen.shape, x.shape[1]), device=x.device)  # [T, top_k, hidden]
         with closing(self.experts.held(torch.unique(chosen).tolist())) as groups:
             for expert, mlp in itertools.chain.from_iterable(groups):
                 rows, slots = (chosen == expert).nonzero(as_tuple=True)
-                parts[rows, slots] = mlp(x[rows], batch).float()
+                parts[rows, slots] = mlp(inward[rows], batch).float()
         total = torch.zeros_like(wide)
         for slot in range(router.top_k):  # one after the other: in this order whatever came first
             total += parts[:, slot] * weights[:, slot, None]
+        if norms is not None and self.shared is not None:
+            return norms.experts_out(total.to(x.dtype)) + norms.shared_out(self.shared(norms.shared_in(x), batch))
         if self.shared is not None:
             share = 1.0 if self.shared_gate is None else _product(wide, self.shared_gate).sigmoid().float()  # [T, 1]
             total += self.shared(x, batch).float() * share

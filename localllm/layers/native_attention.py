@@ -53,8 +53,8 @@ class NativeAttention:
         self._rows, self._is_split = tables.rows, tables.is_split
 
     def __call__(self, qkv: Tensor, config: AttentionConfig, layer: int, sinks: Tensor | None = None) -> Tensor:
-        """qkv fp32 [T, H + 2 KH, D], rotated already; written over. sinks: fp32 [H]. Keys and values go to their pages.
-        Returns fp32 [T, H, D]."""
+        """qkv fp32 [T, H + 2 KH, D], rotated already; written over. sinks: fp32 [H]. Keys and values go to their pages;
+        without any, those of another layer are read. Returns fp32 [T, H, D]."""
         T, heads, D = qkv.shape
         group, row = self._places[layer]
         isa, out, tokens = best_isa(), torch.empty(T, config.num_heads, D), self._tokens[group]
@@ -68,7 +68,7 @@ class NativeAttention:
             shape=torch.tensor([T]),
             stride=heads * D,
             heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
+            kv_heads=config.key_heads,
             layer=row,
             scales=torch.full((T,), config.scale),
             eps=0,

@@ -33,6 +33,9 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int, length: int) -> Tenso
         case "longrope":
             factors = rope.long_factor if length > original else rope.short_factor
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponent)
+        case "proportional":  # the others keep their place among the frequencies, and do not turn
+            turning = torch.arange(len(exponent)) < int(rope.share * rotary_dim / 2)
+            return torch.where(turning, 1.0 / rope.theta**exponent / rope.factor, 0.0)
         case _:
             return 1.0 / rope.theta**exponent
 

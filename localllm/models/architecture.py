@@ -10,7 +10,15 @@ from functools import cached_property
 from typing import Literal
 
 from localllm.kernels.sizes import DeltaShape, KVShape
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, RopeConfig
+from localllm.layers.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    Mixer,
+    MLPConfig,
+    MoEConfig,
+    PerLayerConfig,
+    RopeConfig,
+)
 
 NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
@@ -20,11 +28,15 @@ DeltaRows = Literal["joined", "apart", "by_head", "gates_by_head"]
 @dataclass(frozen=True)
 class LayerConfig:
     """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x))). Where it is
-    `parallel`, both blocks read the same norm of what comes into the layer: x + mixer(norm(x)) + mlp(norm(x))."""
+    `parallel`, both blocks read the same norm of what comes into the layer: x + mixer(norm(x)) + mlp(norm(x)).
+
+    has_scalar: a number multiplies what comes out of the layer.
+    """
 
     mixer: Mixer
     feed_forward: MLPConfig | MoEConfig
     norm_placement: NormPlacement = "pre"
+    has_scalar: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class ModelConfig:
     norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1). final_norm_offset: what the last
         one's do; None: as much.
     normalizes_embeddings: by their root mean square.
+    per_layer: embeddings that tokens have for each layer.
     residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
@@ -84,6 +97,7 @@ class ModelConfig:
     norm_weight_offset: float = 0.0
     final_norm_offset: float | None = None
     normalizes_embeddings: bool = False
+    per_layer: PerLayerConfig | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -101,10 +115,21 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_tied(self) -> bool:
+        """Return whether the first block has the head's matrix. Where tokens have embeddings for each layer, that has
+        those, and the token embedding is looked up in the head."""
+        return self.tie_word_embeddings and self.per_layer is None
+
     @cached_property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each layer that keeps keys and values."""
+        """The attention of each layer that has any."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @cached_property
+    def keepers(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer that keeps keys and values."""
+        return tuple(attention for attention in self.attentions if attention.kv_of_layer is None)
 
     @cached_property
     def delta_nets(self) -> tuple[DeltaNetConfig, ...]:
@@ -116,10 +141,14 @@ class ModelConfig:
         """What each of those keeps, all alike; None where there are none."""
         return self.delta_nets[0].shape if self.delta_nets else None
 
-    def number_among_alike(self, layer: int) -> int:
-        """Return how many layers with a mixer of the same kind come before a layer."""
-        kind = type(self.layers[layer].mixer)
-        return sum(type(each.mixer) is kind for each in self.layers[:layer])
+    def kept_number(self, layer: int) -> int:
+        """Return the number of what a layer's mixer reads, keys and values or a state, among what all layers keep of
+        that."""
+        mixer = self.layers[layer].mixer
+        if isinstance(mixer, AttentionConfig) and mixer.kv_of_layer is not None:
+            return self.kept_number(mixer.kv_of_layer)
+        before = [each.mixer for each in self.layers[:layer] if type(each.mixer) is type(mixer)]
+        return sum(not isinstance(each, AttentionConfig) or each.kv_of_layer is None for each in before)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -129,12 +158,12 @@ class ModelConfig:
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """What each layer with keys and values keeps of a token."""
-        return tuple(attention.kv_shape for attention in self.attentions)
+        return tuple(attention.kv_shape for attention in self.keepers)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each of `attentions`."""
-        return tuple(attention.window for attention in self.attentions)
+        """The window of each of `keepers`."""
+        return tuple(attention.window for attention in self.keepers)
 
     @cached_property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:

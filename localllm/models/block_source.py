@@ -281,6 +281,9 @@ class CheckpointBlocks:
 def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """Return the config, with a head of its own where the checkpoint has one, whatever it says."""
     own_head = config.tie_word_embeddings and not config.reads_states and checkpoint.stores_own_head()
+    if own_head and config.per_layer is not None:
+        what = f"{checkpoint.place} has a head of its own beside embeddings for each layer"
+        raise CheckpointError(what, why="config.json says that it is the embedding", fix=FETCH_ANEW)
     return dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
 
 

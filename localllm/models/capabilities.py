@@ -37,6 +37,8 @@ def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
     """Return whether a CPU's steps do: they norm heads behind the rotation too, where that changes no length."""
     stretches = attention.rope.kind in ("yarn", "longrope")
     norms_last = attention.rotates_first and attention.qk_norm == "head" and not stretches
+    if attention.value_from_key or attention.norms_values or attention.kv_of_layer is not None:
+        return False
     return (norms_last or not attention.rotates_first) and attention.clip is None and attention.qk_norm != "own"
 
 
@@ -52,7 +54,9 @@ def has_plain_steps(config: ModelConfig) -> bool:
         and all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
         and all(mlp.activation != "xielu" for mlp in config.mlps)
-        and all(layer.norm_placement != "parallel" for layer in config.layers)
+        and all(layer.norm_placement != "parallel" and not layer.has_scalar for layer in config.layers)
+        and config.per_layer is None
+        and not any(mixture.has_own_norms for mixture in config.mixtures)
         and config.norm_kind == "rms"
         and not config.has_head_bias
     )
@@ -85,11 +89,11 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
 def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
     experts = [mixture.expert for mixture in config.mixtures]
-    has_biases = any(mixture.has_router_bias or mixture.expert.has_bias for mixture in config.mixtures)
+    is_odd = any(each.has_router_bias or each.expert.has_bias or each.has_own_norms for each in config.mixtures)
     fits_tables = config.norm_kind == "rms" and has_one_head_shape(config)
     is_launched = all(mixture.router.top_k <= MOST_SLOTS for mixture in config.mixtures)
     fills_tiles = all(expert.intermediate_size % TILE == 0 and expert.is_plain for expert in experts)
-    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles and not has_biases
+    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles and not is_odd
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:

@@ -64,7 +64,7 @@ class CpuProgram:
             and all(
                 (parts := packed_parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features
                 for block in decoder.blocks
-                for linear in block.body.linears
+                for linear in block.linears
             )
         )
 

@@ -22,6 +22,7 @@ from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import Norm
+from localllm.layers.per_layer import ROWS, PerLayerGate, PerLayerInputs
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import EMBED, HEAD
@@ -33,6 +34,9 @@ class Block:
     """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both.
 
     is_parallel: the layer's two blocks read what came into the first of them: x + mixer(norm(x)) + mlp(norm(x)).
+    per_layer_inputs: makes what `per_layer_gate`s read; of the first block alone.
+    per_layer_gate: is added behind the body; of feed-forwards.
+    scalar: fp32 [1], multiplies what comes out.
     """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
@@ -41,20 +45,39 @@ class Block:
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
     is_parallel: bool = False
+    per_layer_inputs: PerLayerInputs | None = None
+    per_layer_gate: PerLayerGate | None = None
+    scalar: Tensor | None = None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every matrix that every token is multiplied by, but those that choose and that make inputs of layers."""
+        return (*self.body.linears, *(() if self.per_layer_gate is None else self.per_layer_gate.linears))
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether it is nothing but a body between two norms, added to what comes in."""
+        more = (self.per_layer_inputs, self.per_layer_gate, self.scalar)
+        return not self.is_parallel and all(each is None for each in more)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        if self.per_layer_inputs is not None:
+            self.per_layer_inputs.prepare(x, batch)
         source = self._source(x, batch) if self.is_parallel else x
         y = self.body(source if self.norm_in is None else self.norm_in(source), batch)
-        return x + (y if self.norm_out is None else self.norm_out(y))
+        x = x + (y if self.norm_out is None else self.norm_out(y))
+        if self.per_layer_gate is not None:
+            x = x + self.per_layer_gate(x, batch)
+        return x if self.scalar is None else x * self.scalar.to(x.dtype)
 
     def _source(self, x: Tensor, batch: Batch) -> Tensor:
         """Return what came into the layer; of its first block, keep that for the second one."""
         layer = self.name.rpartition(".")[0]
         if isinstance(self.body, MLP | SplitMLP | MoE):
-            kept = batch.layer_inputs.pop(layer, None)
+            kept = batch.carried.pop(layer, None)
             return x if kept is None else moved(kept, self.device)
-        batch.layer_inputs[layer] = x.clone()
+        batch.carried[layer] = x.clone()
         return x
 
 
@@ -97,7 +120,8 @@ ALL_RESIDENT = AllResident()
 @dataclass(frozen=True)
 class Decoder:
     """device: where batches are made and hidden states are between blocks that are computed there; a block, the
-    embedding and the head may each be somewhere else. weights: the name of their recipe."""
+    embedding and the head may each be somewhere else. weights: the name of their recipe. per_layer_rows: the embeddings
+    that tokens have for each layer."""
 
     config: ModelConfig
     weights: str
@@ -109,6 +133,7 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     stream: BlockStream = ALL_RESIDENT
+    per_layer_rows: Embedding | None = None
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:
@@ -118,7 +143,7 @@ class Decoder:
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """The device on which the keys and values of each layer that has them are used."""
-        return tuple(block.device for block in self.blocks if isinstance(block.body, Attention))
+        return tuple(block.device for block in self.blocks if isinstance(block.body, Attention) and block.body.keeps)
 
     @cached_property
     def state_devices(self) -> tuple[torch.device, ...]:
@@ -126,8 +151,14 @@ class Decoder:
         return tuple(block.device for block in self.blocks if isinstance(block.body, DeltaNet))
 
     def embedded(self, batch: Batch) -> Tensor:
-        """[T, hidden] on the embedding's device."""
+        """[T, hidden] on the embedding's device. What tokens have for each layer is looked up, too."""
+        self.look_up_per_layer(batch)
         return self.embed(moved(batch.token_ids, self.embed.device))
+
+    def look_up_per_layer(self, batch: Batch) -> None:
+        """Have the batch carry the embeddings of its tokens for each layer, if there are any."""
+        if self.per_layer_rows is not None:
+            batch.carried[ROWS] = self.per_layer_rows(moved(batch.token_ids, self.per_layer_rows.device))
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [R, hidden] -> fp32 [R, V] on the head's device."""

@@ -42,7 +42,7 @@ def is_for_kernels(body: MoE) -> bool:
     is_packed = None not in weights and _shares_codes(body, weights[0])
     is_launched = body.config.router.top_k <= MOST_SLOTS and form.config.intermediate_size % TILE == 0
     is_plain = form.config.is_plain and not form.config.has_bias and not body.config.has_router_bias
-    return is_packed and is_launched and is_plain
+    return is_packed and is_launched and is_plain and body.norms is None
 
 
 def _shares_codes(body: MoE, weights: Weights | None) -> bool:

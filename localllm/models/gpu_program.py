@@ -390,7 +390,11 @@ class GpuProgram:
         if not isinstance(matrix, Linear) or matrix.packed is None:
             return False
         is_near = matrix.device == self.device or all(tensor.is_pinned() for tensor in matrix.tensors.values())
-        return is_near and self.decoder.embed.norm_eps is None and EMBED not in self.decoder.stream.names
+        return is_near and self._is_plain_embedding and EMBED not in self.decoder.stream.names
+
+    @property
+    def _is_plain_embedding(self) -> bool:
+        return self.decoder.embed.norm_eps is None and self.decoder.per_layer_rows is None
 
     @property
     def _runs(self) -> tuple[_Run, ...]:
@@ -463,7 +467,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
     too."""
     body, norms = block.body, (block.norm_in, block.norm_out)
-    if block.device != device or block.is_parallel or any(isinstance(norm, LayerNorm) for norm in norms):
+    if block.device != device or not block.is_usual or any(isinstance(norm, LayerNorm) for norm in norms):
         return False
     if isinstance(body, MoE):
         return is_for_kernels(body)

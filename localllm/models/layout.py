@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from localllm.kernels.sizes import DeltaShape
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig
-from localllm.models.architecture import ModelConfig, NormPlacement
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, PerLayerConfig
+from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement
 from localllm.offload.streaming.ring import PAGE_BYTES
 from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
 
@@ -238,10 +238,14 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
         around = _Around(f"{root}.layers.{number}", config, layer.norm_placement)
         body = layer.feed_forward
         blocks.append(_mixer(number, layer.mixer, around))
-        blocks.append(_mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around))
+        mlp = _mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around)
+        blocks.append(_with_layer_end(mlp, layer, around))
+    if config.per_layer is not None:
+        blocks[1] = _with_per_layer_inputs(blocks[1], config, config.per_layer)
     if config.reads_states:
         return (*blocks, BlockLayout(HEAD, (), _norm("final_norm", "mtp.norm", config)))
-    head = () if config.tie_word_embeddings else (_vocabulary("lm_head", "lm_head", config),)
+    stored = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    head = () if config.is_tied else (_vocabulary("lm_head", stored, config),)
     vectors = _norm("final_norm", "model.norm", config, config.final_norm_offset)
     if config.has_head_bias:
         vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
@@ -249,7 +253,35 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
 
 
 def _embedding(config: ModelConfig) -> BlockLayout:
-    return BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))
+    if config.per_layer is None:
+        return BlockLayout(EMBED, (_vocabulary("embed_tokens", "model.embed_tokens", config),))
+    name, features = "embed_tokens_per_layer", config.num_layers * config.per_layer.features
+    parts = {f"model.{name}": config.per_layer.vocab_size}
+    return BlockLayout(EMBED, (Matrix(name, f"model.{name}", parts, features, role="embedding"),))
+
+
+def _with_per_layer_inputs(first: BlockLayout, config: ModelConfig, per_layer: PerLayerConfig) -> BlockLayout:
+    """Return the first block behind the embedding with what makes each layer's inputs of that."""
+    stored, rows = "model.per_layer_model_projection", config.num_layers * per_layer.features
+    scale = config.hidden_size**-0.5
+    projection = Matrix("per_layer_inputs", stored, {stored: rows}, config.hidden_size, scale=scale)
+    norm = Vector("norm_per_layer_inputs", "model.per_layer_projection_norm.weight", per_layer.features)
+    return replace(first, matrices=(*first.matrices, projection), vectors=(*first.vectors, norm))
+
+
+def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: _Around) -> BlockLayout:
+    """Return a feed-forward's block with what comes behind it at the end of a layer."""
+    matrices, vectors, hidden = mlp.matrices, mlp.vectors, around.model.hidden_size
+    if (per_layer := around.model.per_layer) is not None:
+        gate, back = f"{around.prefix}.per_layer_input_gate", f"{around.prefix}.per_layer_projection"
+        matrices += (
+            Matrix("per_layer_gate", gate, {gate: per_layer.features}, hidden),
+            Matrix("per_layer_proj", back, {back: hidden}, per_layer.features),
+        )
+        vectors += (Vector("norm_per_layer", f"{around.prefix}.post_per_layer_input_norm.weight", hidden),)
+    if layer.has_scalar:
+        vectors += (Vector("scalar", f"{around.prefix}.layer_scalar", 1),)
+    return replace(mlp, matrices=matrices, vectors=vectors)
 
 
 def _draft_inputs(config: ModelConfig) -> BlockLayout:
@@ -304,9 +336,14 @@ def _mixer(layer: int, config: Mixer, around: _Around) -> BlockLayout:
 
 
 def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLayout:
-    D, H, KH, hidden = config.head_dim, config.num_heads, config.num_kv_heads, around.model.hidden_size
+    D, H, KH, hidden = config.head_dim, config.num_heads, config.key_heads, around.model.hidden_size
     attn = f"{around.prefix}.self_attn"
-    qkv = {f"{attn}.q_proj": config.gate_features + H * D, f"{attn}.k_proj": KH * D, f"{attn}.v_proj": KH * D}
+    qkv = {
+        f"{attn}.q_proj": config.gate_features + H * D,
+        f"{attn}.k_proj": config.key_heads * D,
+        f"{attn}.v_proj": config.value_heads * D,
+    }
+    qkv = {name: rows for name, rows in qkv.items() if rows}
     stored = around.model.stored
     gates = None
     if stored.apart_gates:
@@ -336,7 +373,9 @@ def _head_norms(config: AttentionConfig, attn: str, offset: float) -> Iterator[V
     """Yield the weights of the norms of queries and keys. attn: the attention's name in a checkpoint."""
     if config.qk_norm is None or not config.has_norm_weights:
         return
-    for name, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+    for name, heads in (("q_norm", config.num_heads), ("k_norm", config.key_heads)):
+        if not heads:
+            continue
         own = 1 if config.qk_norm == "head" else heads
         parts = tuple((f"{attn}.{name}.{head}.weight", config.head_dim) for head in range(own))
         features, parts = own * config.head_dim, parts if config.qk_norm == "own" else ()
@@ -406,13 +445,29 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     if config.gates_shared:
         gate = f"{mlp}.shared_expert_gate"
         matrices.append(Matrix("shared_gate", gate, {gate: 1}, hidden, role="router"))
-    vectors = around.norms(MLP_NORMS)
+    vectors = _moe_norms(around) if config.has_own_norms else around.norms(MLP_NORMS)
+    if router.has_expert_scales:
+        scales = f"{around.prefix}.router.per_expert_scale"
+        vectors += (Vector("expert_scales", scales, router.num_experts, is_norm_weight=False),)
     if router.has_correction:
         stored = f"{mlp}.gate.e_score_correction_bias"
         vectors += (Vector("correction", stored, router.num_experts, is_norm_weight=False),)
     alternates = around.model.stored.alternates_gates
     experts = Experts(f"{mlp}.experts", router.num_experts, router.top_k, config.expert, around.residual, alternates)
     return BlockLayout(f"layers.{layer}.mlp", tuple(matrices), vectors, experts)
+
+
+def _moe_norms(around: _Around) -> tuple[Vector, ...]:
+    """Return the norms of a mixture whose parts have their own: see `MoEConfig.has_own_norms`."""
+    stored = {
+        "norm_router": "router.scale",
+        "norm_experts_in": "pre_feedforward_layernorm_2.weight",
+        "norm_experts_out": "post_feedforward_layernorm_2.weight",
+        "norm_shared_in": "pre_feedforward_layernorm.weight",
+        "norm_shared_out": "post_feedforward_layernorm_1.weight",
+        "norm_out": "post_feedforward_layernorm.weight",
+    }
+    return tuple(Vector(name, f"{around.prefix}.{each}", around.model.hidden_size) for name, each in stored.items())
 
 
 def gated_matrices(

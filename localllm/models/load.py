@@ -10,13 +10,14 @@ from torch import Tensor
 
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.layers.attention import Attention
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig, PerLayerConfig
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
-from localllm.layers.moe import ExpertBank, MoE
+from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
+from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_source import BlockSource
@@ -82,19 +83,35 @@ class DecoderParts:
     dtype: torch.dtype
     device: torch.device
 
-    def assembled(self, blocks: list[BlockTensors], stream: BlockStream, stored: RowLookup | None = None) -> Decoder:
-        """blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them. stored: the
-        embedding, where that is not among them and no head needs it."""
+    def assembled(
+        self,
+        blocks: list[BlockTensors],
+        stream: BlockStream,
+        stored: RowLookup | None = None,
+        in_head: RowLookup | None = None,
+    ) -> Decoder:
+        """Return the decoder of these blocks.
+
+        blocks: the embedding, each attention and MLP block, the head, as `block_layouts` has them.
+        stored: the first block's matrix, where that is not among them and no head needs it.
+        in_head: the token embedding, where that is the head's matrix and the first block has another, if `blocks` has
+            the head where it passes.
+        """
         config = self.config
         embed, *middle, head = [_Loaded(block, self) for block in blocks]
-        is_tied = config.tie_word_embeddings
-        embedding = embed.linear("embed_tokens") if stored is None or is_tied else stored
+        rows, per_layer = None, config.per_layer
+        if per_layer is not None:
+            table = stored or embed.linear("embed_tokens_per_layer")
+            rows = Embedding(table, self.dtype, per_layer.features**0.5)
+            embedding = in_head or head.linear("lm_head")
+        else:
+            embedding = embed.linear("embed_tokens") if stored is None or config.is_tied else stored
+        norm_eps = config.norm_eps if config.normalizes_embeddings else None
         return Decoder(
             config=config,
             weights=self.recipe.name,
-            embed=Embedding(
-                embedding, self.dtype, config.embedding_scale, config.norm_eps if config.normalizes_embeddings else None
-            ),
+            embed=Embedding(embedding, self.dtype, config.embedding_scale, norm_eps),
+            per_layer_rows=rows,
             blocks=tuple(_block(block, index) for index, block in enumerate(middle)),
             final_norm=head.norm("final_norm"),
             head=self._head(embed, head),
@@ -126,7 +143,7 @@ class DecoderParts:
         )
 
     def _head(self, embed: _Loaded, head: _Loaded) -> Linear:
-        linear = embed.linear("embed_tokens") if self.config.tie_word_embeddings else head.linear("lm_head")
+        linear = embed.linear("embed_tokens") if self.config.is_tied else head.linear("lm_head")
         bias = head.block.tensors.get("head_bias")
         return linear if bias is None else replace(linear, bias=bias.to(self.dtype))
 
@@ -154,7 +171,7 @@ class _Loaded:
 
     def head_norm(self, name: str, config: AttentionConfig) -> Norm | None:
         """Return a norm of queries or keys, where there is one."""
-        if config.qk_norm is None:
+        if config.qk_norm is None or (name == "k_norm" and not config.key_heads):
             return None
         eps, weight = self.parts.config.norm_eps, self.block.tensors.get(name)
         if weight is None:  # it has none
@@ -163,6 +180,14 @@ class _Loaded:
         if config.qk_norm == "own":
             return LayerNorm(weight.view(-1, config.head_dim), None, eps)
         return RMSNorm(weight, eps)
+
+    def per_layer_inputs(self) -> PerLayerInputs:
+        norm = RMSNorm(self.block.tensors["norm_per_layer_inputs"], self.parts.config.norm_eps)
+        return PerLayerInputs(self.linear("per_layer_inputs"), norm)
+
+    def per_layer_gate(self, config: PerLayerConfig, layer: int) -> PerLayerGate:
+        linears = self.linear("per_layer_gate"), self.linear("per_layer_proj")
+        return PerLayerGate(layer, config.activation, *linears, self.norm("norm_per_layer"))
 
     def moe(self, config: MoEConfig) -> MoE:
         layout, tensors = self.block.layout, self.block.tensors
@@ -178,7 +203,15 @@ class _Loaded:
             correction=tensors.get("correction"),
             shared=shared,
             shared_gate=self.linear("shared_gate") if config.gates_shared else None,
+            expert_scales=tensors.get("expert_scales"),
+            norms=self._moe_norms() if config.has_own_norms else None,
         )
+
+    def _moe_norms(self) -> MoENorms:
+        tensors, eps = self.block.tensors, self.parts.config.norm_eps
+        names = ("experts_in", "experts_out", "shared_in", "shared_out")
+        router = RMSNorm(tensors["norm_router"] * self.parts.config.hidden_size**-0.5, eps)
+        return MoENorms(router, *(RMSNorm(tensors[f"norm_{name}"], eps) for name in names))
 
     def _experts(self, form: RecordForm) -> ExpertBank:
         name, pool, slots = self.block.layout.name, self.block.pool, self.block.slots
@@ -199,10 +232,14 @@ class _Loaded:
 
 def _block(loaded: _Loaded, index: int) -> Block:
     body = _feed_forward(loaded, index // 2) if index % 2 else _mixer(loaded, index // 2)
+    per_layer = loaded.parts.config.per_layer
     return Block(
         name=loaded.block.layout.name,
         body=body,
         is_parallel=loaded.parts.config.layers[index // 2].norm_placement == "parallel",
+        per_layer_inputs=loaded.per_layer_inputs() if per_layer is not None and index == 0 else None,
+        per_layer_gate=loaded.per_layer_gate(per_layer, index // 2) if per_layer is not None and index % 2 else None,
+        scalar=loaded.block.tensors.get("scalar"),
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,
@@ -216,7 +253,7 @@ def _feed_forward(loaded: _Loaded, layer: int) -> MLP | SplitMLP | MoE:
 
 def _mixer(loaded: _Loaded, layer: int) -> Attention | DeltaNet:
     model = loaded.parts.config
-    mixer, number = model.layers[layer].mixer, model.number_among_alike(layer)
+    mixer, number = model.layers[layer].mixer, model.kept_number(layer)
     if isinstance(mixer, AttentionConfig):
         return _attention(loaded, mixer, number)
     return _delta_net(loaded, mixer, number)
@@ -241,4 +278,5 @@ def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attenti
         q_norm=loaded.head_norm("q_norm", config),
         k_norm=loaded.head_norm("k_norm", config),
         sinks=loaded.block.tensors.get("sinks"),
+        norm_eps=model.norm_eps,
     )

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from localllm.layers.linear import RowLookup
 from localllm.models.decoder import ALL_RESIDENT, AllResident, BlockStream, Decoder
 from localllm.models.disk_embedding import DiskEmbedding
+from localllm.models.expert_records import new_linear
 from localllm.models.kept_uses import keep_uses
 from localllm.models.layout import EMBED, EXPERTS, HEAD, BlockLayout, block_layouts
 from localllm.models.load import BlockTensors, DecoderParts, Progress
@@ -62,6 +64,7 @@ class OffloadedModel:
         self._runs: dict[str, Tensor] = {}  # the content of each block that does not rest on the disk
         self._split: dict[str, tuple[int, BlockTensors]] = {}  # in two parts, with the features of the first
         self._embedding: DiskEmbedding | None = None  # the embedding, where its rows are read from the disk
+        self._head_rows: DiskEmbedding | None = None  # the same of the head's
         self._disk: DiskStream | None = None
         self._from_disk: Tensor | None = None  # the host's memory that it reads into
         self._pool: ExpertPool | None = None  # of experts, where they rest on the disk
@@ -109,15 +112,29 @@ class OffloadedModel:
         self._make_slots([block for block in blocks if block.is_slotted])
         if blocks[0].tier == "disk" and self._embedding is None:
             self._embedding = self._packed.disk_embedding(self._layouts[EMBED])
-        stored = self._embedding if blocks[0].tier == "disk" else None
+        lookups = self._embedding if blocks[0].tier == "disk" else None, self._in_head(blocks[-1])
         self.decode_model = self._parts.assembled(
-            [self._decode_tensors(block, rings) for block in blocks], streams[0], stored
+            [self._decode_tensors(block, rings) for block in blocks], streams[0], *lookups
         )
         self.prefill_model = self.decode_model
         if any(self._passes(block) and not _passes_in_steps(block) for block in blocks):
             self.prefill_model = self._parts.assembled(
-                [self._prefill_tensors(block, rings) for block in blocks], streams[1], stored
+                [self._prefill_tensors(block, rings) for block in blocks], streams[1], *lookups
             )
+
+    def _in_head(self, head: BlockPlacement) -> RowLookup | None:
+        """Return the token embedding where it is the head's matrix and the first block has another: where the head
+        rests."""
+        if self._parts.config.per_layer is None:
+            return None
+        layout = self._layouts[HEAD]
+        (matrix,) = layout.matrices
+        if head.tier != "disk":
+            views = self._packed.views(layout, self._runs[HEAD])
+            return new_linear(matrix, views, self._parts.recipe, self._parts.dtype)
+        if self._head_rows is None:
+            self._head_rows = self._packed.disk_embedding(layout)
+        return self._head_rows
 
     def release(self) -> None:
         """Let the decoders and the rings go; the blocks stay where they are."""
@@ -151,9 +168,10 @@ class OffloadedModel:
         self.release()
         self.keep_uses()
         self._pinning.close()
-        if self._embedding is not None:
-            self._embedding.close()
-            self._embedding = None
+        for lookup in (self._embedding, self._head_rows):
+            if lookup is not None:
+                lookup.close()
+        self._embedding = self._head_rows = None
 
     # Bytes.
 

@@ -76,6 +76,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
         for name in ("model_type", "vocab_size", "hidden_size", "num_layers", "norm_weight_offset")
     }
     entry["tie_word_embeddings"] = config.tie_word_embeddings
+    if config.per_layer is not None:
+        entry["per_layer"] = dataclasses.asdict(config.per_layer)
     if config.residual_scale != 1.0:
         entry["residual_scale"] = config.residual_scale
     layers = [_layer_entry(layer) for layer in config.layers]
@@ -84,7 +86,7 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
 
 def _layer_entry(layer: LayerConfig) -> dict[str, object]:
     entry = _body_entry(layer.feed_forward) | _mixer_entry(layer.mixer)
-    return entry | {"norm_placement": layer.norm_placement}
+    return entry | {"norm_placement": layer.norm_placement} | ({"has_scalar": True} if layer.has_scalar else {})
 
 
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
@@ -98,7 +100,8 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
         "output_bias": mixer.has_output_bias,
         "qk_norm": mixer.qk_norm,
     }
-    own = {"output_gate": mixer.has_output_gate, "sinks": mixer.has_sinks}
+    own = {"output_gate": mixer.has_output_gate, "sinks": mixer.has_sinks, "value_from_key": mixer.value_from_key}
+    own["shares_kv"] = mixer.kv_of_layer is not None
     return entry | {name: value for name, value in own.items() if value}
 
 
@@ -107,8 +110,8 @@ def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:
         entry: dict[str, object] = {"intermediate_size": body.intermediate_size, "mlp_bias": body.has_bias}
         return entry if body.has_gate else entry | {"has_gate": False}
     entry = {"num_experts": body.router.num_experts, **_body_entry(body.expert)}
-    if body.has_router_bias:
-        entry["router_bias"] = True
+    own = {"router_bias": body.has_router_bias, "own_norms": body.has_own_norms}
+    entry |= {name: True for name, is_so in own.items() if is_so}
     return entry if body.shared is None else entry | {"shared_intermediate_size": body.shared.intermediate_size}
 
 

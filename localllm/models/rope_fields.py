@@ -60,8 +60,11 @@ def gemma3_rope_sections(fields: Fields) -> dict[str, Fields]:
 
 
 def partial_rotary_factor(fields: Fields) -> float:
-    """Return the share of a head that rotates, from the rope section or from beside it."""
+    """Return the share of a head that rotates, from the rope section or from beside it; of a proportional one all of
+    it, some of it by no angle."""
     section = rope_sections(fields)[FULL]
+    if section.get("rope_type") == "proportional":
+        return 1.0
     where = section if "partial_rotary_factor" in section.raw else fields
     factor = where.optional_number("partial_rotary_factor", 0.0, 1.0)
     if factor == 0.0:
@@ -156,4 +159,17 @@ def _original(section: Fields, context: RopeContext) -> int:
     return context.original_max_position_embeddings or inside or context.max_position_embeddings
 
 
-_SCALINGS = {"linear": _factor, "dynamic": _factor, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(section: Fields, _context: RopeContext, rope: RopeConfig) -> RopeConfig:
+    share = section.optional_number("partial_rotary_factor", 1e-6, 1.0)
+    factor = section.optional_number("factor", 1e-6, _LARGEST_FACTOR)
+    return replace(rope, share=1.0 if share is None else share, factor=1.0 if factor is None else factor)
+
+
+_SCALINGS = {
+    "linear": _factor,
+    "dynamic": _factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}

@@ -38,7 +38,8 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weig
 _DECIDES = re.compile(
     r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv|gate)_proj|[qk]_norm(?:\.\d+)?)"
     r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
-    r"\.(?:weight|bias|e_score_correction_bias)|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+)"
+    r"\.(?:weight|bias|e_score_correction_bias)"
+    r"|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+|layer_scalar|per_layer_\w+\.weight|router\.\w+)"
     r"|model\.layers\.\d+\.linear_attn\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows]; or their biases.

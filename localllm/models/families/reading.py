@@ -39,9 +39,9 @@ from localllm.models.rope_fields import (
 MAX_LAYERS = 1024
 MAX_HIDDEN = 1 << 17
 MAX_INTERMEDIATE = 1 << 20
-_MAX_HEADS = 2048
+MAX_HEADS = 2048
 _MAX_HEAD_DIM = 2048
-_MAX_VOCAB = 1 << 22
+MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
 _MAX_CONV_WIDTH = 8
@@ -89,7 +89,7 @@ def read_model(fields: Fields, layers: Iterable[LayerConfig], **traits: Any) -> 
         traits["norm_eps"] = fields.number("rms_norm_eps", 0.0, 1.0)
     return ModelConfig(
         model_type=str(fields.get("model_type")),
-        vocab_size=fields.integer("vocab_size", 1, _MAX_VOCAB),
+        vocab_size=fields.integer("vocab_size", 1, MAX_VOCAB),
         hidden_size=hidden_size(fields),
         layers=tuple(layers),
         max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
@@ -219,8 +219,8 @@ def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
     """Return the Gated DeltaNet of each linear layer. traits: fields of DeltaNetConfig besides its heads."""
     if _activation(fields) != "silu":
         raise unsupported(fields.source, "Gated DeltaNet with another activation", "silu")
-    key_heads = fields.integer("linear_num_key_heads", 1, _MAX_HEADS)
-    value_heads = fields.integer("linear_num_value_heads", 1, _MAX_HEADS)
+    key_heads = fields.integer("linear_num_key_heads", 1, MAX_HEADS)
+    value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS)
     if value_heads % key_heads:
         raise fields.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
     shape = DeltaShape(
@@ -235,8 +235,8 @@ def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Return the numbers of query heads, of key-value heads, and of the features of a head."""
-    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
-    kv_heads = fields.optional_integer("num_key_value_heads", 1, _MAX_HEADS) or heads
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = fields.optional_integer("num_key_value_heads", 1, MAX_HEADS) or heads
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
     head_dim, hidden = fields.optional_integer("head_dim", 1, _MAX_HEAD_DIM), hidden_size(fields)

@@ -1,0 +1,59 @@
+"""Embeddings that a token has for each layer: made once a forward, and gated behind each layer's feed-forward.
+
+Gemma 3n's and 4's; see `layers.config.PerLayerConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from localllm.layers.batch import Batch, moved
+from localllm.layers.linear import Linear
+from localllm.layers.mlp import ACTIVATIONS
+from localllm.layers.norm import Norm, RMSNorm
+
+ROWS, INPUTS = "per-layer rows", "per-layer inputs"  # that a batch carries
+
+
+@dataclass(eq=False)
+class PerLayerInputs:
+    """Makes the inputs of all layers: (norm(projection(embedding)) + looked-up rows) / sqrt(2)."""
+
+    projection: Linear
+    norm: RMSNorm
+
+    def prepare(self, x: Tensor, batch: Batch) -> None:
+        """x [T, hidden]: the embedded tokens. The batch carries their rows, [T, layers * features], and afterwards the
+        inputs, [T, layers, features]."""
+        rows = moved(batch.carried[ROWS], x.device).view(len(x), -1, len(self.norm.weight))
+        projected = self.norm(self.projection(x).view(rows.shape))
+        batch.carried[INPUTS] = (projected + rows) * 2.0**-0.5
+
+
+@dataclass(eq=False)
+class PerLayerGate:
+    """norm(back(activation(gate(x)) * inputs of the layer))."""
+
+    layer: int
+    activation: str
+    gate: Linear
+    back: Linear
+    norm: Norm
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate, self.back
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        inputs = moved(self.inputs(batch), x.device)
+        return self.norm(self.back(ACTIVATIONS[self.activation](self.gate(x)) * inputs))
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """Return the layer's, [T, features]; the looked-up rows alone where a draft leaves the first block out."""
+        inputs: Tensor | None = batch.carried.get(INPUTS)
+        if inputs is None:
+            inputs = batch.carried[ROWS].view(len(batch), -1, self.gate.out_features) * 2.0**-0.5
+        return inputs[:, self.layer]
