@@ -85,6 +85,7 @@ def routed(isa: Isa, router: RouterConfig, logits: Tensor, correction: Tensor | 
     step = cpu_router.route(isa, router).step(
         logits=logits,
         correction=0 if correction is None else correction,
+        scales=0,
         experts=experts,
         weights=weights,
         shape=torch.tensor([T]),

@@ -270,9 +270,11 @@ def test_an_embedding_gives_the_rows_of_its_matrix_rounded_to_bf16(isa, factor):
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_norm_equals_the_formula(isa, adds):
     x, y, weight = random(5, 96), random(5, 64, seed=1), random(64, seed=2)
-    expected = x[:, :64] * torch.rsqrt(x[:, :64].square().mean(-1, keepdim=True) + 1e-5) * weight + y * adds
+    expected = x[:, :64] * torch.rsqrt(x[:, :64].square().mean(-1, keepdim=True) + 1e-5) * weight
+    expected = (expected + y) * 0.7 if adds else expected
     kernel = cpu_quantize.norm(isa, adds=adds)
     words = {"shape": torch.tensor([5]), "features": 64, "x_stride": 96, "y_stride": 64, "eps": float_bits(1e-5)}
+    words["scale"] = float_bits(0.7)
     Tape([kernel.step(x=x, weight=weight, y=y, **words)]).run()
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 

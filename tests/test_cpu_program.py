@@ -41,6 +41,11 @@ HYBRID = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
     "partial_rotary_factor": 0.5, "head_dim": 64,
 }  # fmt: skip
+GEMMA4 = {
+    "model_type": "gemma4_text", "global_head_dim": 64, "sliding_window": 20, "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 160, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 10.0,
+}  # fmt: skip
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -75,6 +80,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
         "rope_parameters": {"rope_theta": None},
     },
+    "gemma4": GEMMA4,
+    "gemma4, shared keys": GEMMA4
+    | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}
+    | {"num_key_value_heads": 1, "use_double_wide_mlp": True},
+    "gemma4, keys as values": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "gemma4, experts": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20},
+    "ministral3": {
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
+    "arcee": {"model_type": "arcee", "mlp_bias": True},
+    "muse_glimmer": {"model_type": "muse_glimmer_text", "sliding_window": 20},
     "hunyuan_v1_moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2},
     "glm4_moe, groups": {
         "model_type": "glm4_moe",

@@ -50,7 +50,8 @@ class Mixture:
 
     matrix fp32 [num_experts or more, hidden]: the router's; a row behind the experts' is the gate of what all tokens
     share. matrix_bias fp32, one for each of its rows; correction fp32 [num_experts]. norm fp32 [hidden]: of what goes
-    in; None where it is normed already. table int64 [num_experts]: addresses of records.
+    in; None where it is normed already; router_norm: of what goes into the router, where that is another. expert_scales
+    fp32 [num_experts], which multiply the weights. table int64 [num_experts]: addresses of records.
     """
 
     router: RouterConfig
@@ -63,6 +64,8 @@ class Mixture:
     eps: float = 0.0
     matrix_bias: Tensor | None = None
     correction: Tensor | None = None
+    router_norm: Tensor | None = None
+    expert_scales: Tensor | None = None
 
 
 # Of the steps of a mixture: those that group tokens by their experts and compute them, and the last, which combines.
@@ -185,11 +188,12 @@ class ExpertRoom:
         self, mixture: Mixture, source: Tensor, scratch: Tensor, experts: Tensor, weights: Tensor
     ) -> Iterator[Step]:
         router, bias = mixture.router, mixture.matrix_bias
+        norm = mixture.norm if mixture.router_norm is None else mixture.router_norm
         outputs, hidden = mixture.matrix.shape
-        logits = cpu_router.logits(self.isa, has_norm=mixture.norm is not None, has_bias=bias is not None)
+        logits = cpu_router.logits(self.isa, has_norm=norm is not None, has_bias=bias is not None)
         yield logits.step(
             x=source,
-            weight=0 if mixture.norm is None else mixture.norm,
+            weight=0 if norm is None else norm,
             matrix=mixture.matrix,
             bias=0 if bias is None else bias,
             y=scratch,
@@ -202,6 +206,7 @@ class ExpertRoom:
         yield cpu_router.route(self.isa, router).step(
             logits=scratch,
             correction=0 if mixture.correction is None else mixture.correction,
+            scales=0 if mixture.expert_scales is None else mixture.expert_scales,
             experts=experts,
             weights=weights,
             shape=self.shape,

@@ -138,20 +138,21 @@ def quantize(isa: Isa, group: int, kind: Input, glu: Glu = NO_GLU, rows: Rows = 
 
 
 def norm_source(*, adds: bool) -> Kernel:
-    """y = x / rms(x) * weight, or y += it where `adds`; y may be x.
+    """y = x / rms(x) * weight, or y = scale * (y + it) where `adds`; y may be x.
 
-    x, y fp32, x_stride and y_stride floats a row; weight fp32 [features]. shape: a pointer to {T}. eps: the bits of a
-    float. Threads share out the rows.
+    x, y fp32, x_stride and y_stride floats a row; weight fp32 [features]. shape: a pointer to {T}. eps, scale: the bits
+    of a float. Threads share out the rows.
     """
-    k = Kernel("norm", "x weight y shape | features x_stride y_stride eps")
+    k = Kernel("norm", "x weight y shape | features x_stride y_stride eps scale")
     a = k.arg
     begin, end = k.share(a.shape.load(I64, 8))
     with k.range(begin, end) as row:
         x, y = a.x.at(row * a.x_stride * 4), a.y.at(row * a.y_stride * 4)
         inverse = inverse_rms(k, x, a.features).splat()
+        scale = a.scale.convert("trunc", "i32").convert("bitcast", F32).splat()
         with k.range(k.i64(0), a.features, LANES) as i:
             value = x.at(i * 4).load(F32V) * inverse * a.weight.at(i * 4).load(F32V)
-            y.at(i * 4).store(value + y.at(i * 4).load(F32V) if adds else value)
+            y.at(i * 4).store((value + y.at(i * 4).load(F32V)) * scale if adds else value)
     return k
 
 

@@ -21,11 +21,14 @@ Store = Callable[[Kernel, HeadPlan, Value, Value, list[Value]], None]
 
 
 Norms = Literal["none", "first", "last"]  # of queries and keys: before or behind the rotation
+Values = Literal["plain", "normed", "keys"]  # normed by their root mean square; the keys as they come in, normed
 
 
-def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms) -> Kernel:
-    """qkv fp32 [T, H + 2 KH, D], a token `stride` floats behind the last: the queries are rotated and scaled in place,
-    keys and values go into the pages.
+def rope_source(
+    dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms, values: Values = "plain"
+) -> Kernel:
+    """qkv fp32 [T, H + 2 KH, D], or [T, H + KH, D] where values are keys, a token `stride` floats behind the last: the
+    queries are rotated and scaled in place, keys and values go into the pages.
 
     dense: of the page with a token's own position; coded: of all pages but a sequence's first, None where those are
     dense too. cos, sin: fp32 [T, rotary_dim] from a `Rotary`. q_norm, k_norm: fp32 [D]. scales: of the queries, fp32
@@ -45,7 +48,12 @@ def rope_source(dense: PageLayout, coded: PageLayout | None, rotary_dim: int, no
         x = a.qkv.at(token * a.stride * 4).at(head * (head_dim * 4))
         place = _Place(k, dense, coded, a.tokens.at(token * TOKEN_BYTES))
         with k.when(head.compare("uge", first_value)):
-            place.store(cpu_kv.store_values, head - first_value, turned(_load(x, head_dim)))
+            source = a.qkv.at(token * a.stride * 4).at((head - a.kv_heads) * (head_dim * 4)) if values == "keys" else x
+            value = _load(source, head_dim)
+            if values != "plain":
+                inverse = inverse_rms(k, source, k.i64(head_dim)).splat()
+                value = [vector * inverse for vector in value]
+            place.store(cpu_kv.store_values, head - first_value, turned(value))
         with k.when(head.compare("ult", first_value)):
             is_query = head.compare("ult", a.heads)
             vectors = _load(x, head_dim)
@@ -110,5 +118,7 @@ def _rotated(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[V
 
 
 @cache
-def rope(isa: Isa, dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms) -> Native:
-    return compile_kernel(rope_source(dense, coded, rotary_dim, norms), isa)
+def rope(
+    isa: Isa, dense: PageLayout, coded: PageLayout | None, rotary_dim: int, norms: Norms, values: Values = "plain"
+) -> Native:
+    return compile_kernel(rope_source(dense, coded, rotary_dim, norms, values), isa)

@@ -16,6 +16,7 @@ from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, Kernel, Va
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_quantize import inverse_rms
+from localllm.kernels.expert_block import load_word
 from localllm.kernels.router import RouterConfig
 
 EXPERTS_AT_ONCE = 4  # rows of the matrix that a thread multiplies side by side: so many sums do not wait for another
@@ -79,20 +80,20 @@ def _products(
 
 
 def route_source(router: RouterConfig) -> Kernel:
-    """logits fp32 [T, stride], of which the first are the experts'; correction fp32 [num_experts].
+    """logits fp32 [T, stride], of which the first are the experts'; correction, scales fp32 [num_experts].
 
     experts int32 [T, top_k], best first, and their weights fp32 [T, top_k]. shape: a pointer to {T}. Threads share out
     the rows.
     """
     assert 0 < router.top_k <= router.num_experts and router.num_experts % router.groups == 0
-    k = Kernel("route", "logits correction experts weights shape | stride")
+    k = Kernel("route", "logits correction scales experts weights shape | stride")
     a = k.arg
     row = _Row(k, router)
     begin, end = k.share(a.shape.load(I64, 8))
     with k.range(begin, end) as t:
         row.read(a.logits.at(t * a.stride * 4))
         row.choose(a.experts.at(t * (router.top_k * 4)))
-        row.weigh(a.weights.at(t * (router.top_k * 4)))
+        row.weigh(a.experts.at(t * (router.top_k * 4)), a.weights.at(t * (router.top_k * 4)))
     return k
 
 
@@ -142,7 +143,7 @@ class _Row:
             experts.at(slot * 4).store(expert.convert("trunc", I32))
             self.chosen.at(slot * 4).store(weight)
 
-    def weigh(self, weights: Value) -> None:
+    def weigh(self, experts: Value, weights: Value) -> None:
         """Write the weights of the chosen experts."""
         k, router = self.k, self.router
         if router.scores == "chosen":
@@ -156,7 +157,10 @@ class _Row:
         with k.range(k.i64(0), k.i64(router.top_k)) as slot:
             weight = self.chosen.at(slot * 4).load(F32)
             weight = weight / divisor.get() if is_normalized else weight
-            weights.at(slot * 4).store(weight * router.scale)
+            weight = weight * router.scale
+            if router.has_expert_scales:
+                weight = weight * k.arg.scales.at(load_word(experts, slot) * 4).load(F32)
+            weights.at(slot * 4).store(weight)
 
     def _share(self, best: Value) -> Value:
         """SparseMixer's weight of the best logit that is left: its share among those left that are near it."""

@@ -5,6 +5,7 @@ Gemma 3n's and 4's; see `layers.config.PerLayerConfig`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from localllm.layers.mlp import ACTIVATIONS
 from localllm.layers.norm import Norm, RMSNorm
 
 ROWS, INPUTS = "per-layer rows", "per-layer inputs"  # that a batch carries
+_HALF_POWER = math.sqrt(0.5)  # of the sum of two that are alike
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class PerLayerInputs:
         inputs, [T, layers, features]."""
         rows = moved(batch.carried[ROWS], x.device).view(len(x), -1, len(self.norm.weight))
         projected = self.norm(self.projection(x).view(rows.shape))
-        batch.carried[INPUTS] = (projected + rows) * 2.0**-0.5
+        batch.carried[INPUTS] = (projected + rows) * _HALF_POWER
 
 
 @dataclass(eq=False)
@@ -53,7 +55,13 @@ class PerLayerGate:
 
     def inputs(self, batch: Batch) -> Tensor:
         """Return the layer's, [T, features]; the looked-up rows alone where a draft leaves the first block out."""
-        inputs: Tensor | None = batch.carried.get(INPUTS)
-        if inputs is None:
-            inputs = batch.carried[ROWS].view(len(batch), -1, self.gate.out_features) * 2.0**-0.5
-        return inputs[:, self.layer]
+        if INPUTS not in batch.carried:
+            batch.carried[INPUTS] = looked_up_alone(batch, self.gate.out_features)
+        inputs: Tensor = batch.carried[INPUTS][:, self.layer]
+        return inputs
+
+
+def looked_up_alone(batch: Batch, features: int) -> Tensor:
+    """Return the inputs of all layers as far as they are looked up, [T, layers, features]."""
+    rows: Tensor = batch.carried[ROWS]
+    return rows.view(len(batch), -1, features) * _HALF_POWER

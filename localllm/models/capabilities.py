@@ -30,15 +30,14 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 def is_plain(attention: AttentionConfig) -> bool:
     """Return whether all native programs know what such attention computes."""
-    return _is_plain_on_cpu(attention) and not (attention.rotates_first or attention.has_sinks or attention.growth)
+    is_known = not (attention.rotates_first or attention.has_sinks or attention.growth or attention.norms_values)
+    return _is_plain_on_cpu(attention) and is_known and attention.kv_of_layer is None and not attention.value_from_key
 
 
 def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
     """Return whether a CPU's steps do: they norm heads behind the rotation too, where that changes no length."""
     stretches = attention.rope.kind in ("yarn", "longrope")
     norms_last = attention.rotates_first and attention.qk_norm == "head" and not stretches
-    if attention.value_from_key or attention.norms_values or attention.kv_of_layer is not None:
-        return False
     return (norms_last or not attention.rotates_first) and attention.clip is None and attention.qk_norm != "own"
 
 
@@ -50,13 +49,10 @@ def has_one_head_shape(config: ModelConfig) -> bool:
 def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
-        has_one_head_shape(config)
-        and all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
+        all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
         and all(mlp.activation != "xielu" for mlp in config.mlps)
-        and all(layer.norm_placement != "parallel" and not layer.has_scalar for layer in config.layers)
-        and config.per_layer is None
-        and not any(mixture.has_own_norms for mixture in config.mixtures)
+        and all(layer.norm_placement != "parallel" for layer in config.layers)
         and config.norm_kind == "rms"
         and not config.has_head_bias
     )
@@ -73,6 +69,8 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
     if config.delta_shape is not None:
         floats += config.delta_shape.prepared_floats + 2 * config.delta_shape.value_heads
+    if config.per_layer is not None:
+        floats += 4 * config.num_layers * config.per_layer.features
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
     floats += max((_mixture_row_floats(mixture, hidden) for mixture in config.mixtures), default=0)
     words = len(TOKEN_WORDS) + max(each.num_heads for each in config.attentions) * len(TASK_WORDS) + 1

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from localllm.kernels import cpu_rope
 from localllm.kernels.cpu_delta import DeltaRoom, DeltaSegment
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
-from localllm.kernels.cpu_paged import AttentionRoom, Layouts
+from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts
 from localllm.kernels.kv_page import layer_groups
+from localllm.kernels.sizes import KVShape
+from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
+from localllm.layers.config import AttentionConfig
 from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.native_delta import delta_segments
 from localllm.layers.norm import as_rms
+from localllm.layers.per_layer import INPUTS
 from localllm.layers.rotary import query_growth
+from localllm.layers.segment import Segment
 from localllm.models.cpu_mixture import ExpertRooms, mixture_of
 from localllm.models.decoder import Block, Decoder
 
 _SEGMENTS = 8  # of a batch, at first
+
+HeadShape = tuple[int, KVShape]  # heads of queries; of keys and values
+
+
+class Attending:
+    """The rows of a batch that attend together in layers with heads of one shape, and the room for that.
+
+    rows: of a task, at most. room: another one where it had to grow, at which other tapes point.
+    """
+
+    def __init__(self, shape: HeadShape, layer: int, rows: int) -> None:
+        """layer: one of those with such heads, as caches count them. rows: the most tokens of a forward."""
+        self._heads, self._kv = shape
+        self._layer = layer
+        self.room = AttentionRoom(rows * self._heads, 1, 1, self._kv.num_heads, self._kv.head_dim)
+        self.rows, self.is_split = 1, False
+        self.layouts: Layouts | None = None
+
+    def place(self, segments: Sequence[Segment], groups: int) -> AttentionTables:
+        """Place a batch; return its tables. groups: of layers."""
+        kv_heads, threads = self._kv.num_heads, torch.get_num_threads()
+        tables = attention_tables(segments, self._heads, kv_heads, groups, threads)
+        if not self.room.holds(tables):
+            tasks = max(self.room.tasks, 2 * len(tables.tasks))
+            sizes = tasks, 2 * len(tables.merges), 2 * tables.num_parts
+            self.room = AttentionRoom(*sizes, kv_heads, self._kv.head_dim)
+        self.room.place(tables)
+        self.rows, self.is_split = tables.rows, tables.is_split
+        self.layouts = segments[0].kv.layouts_of(self._layer)
+        return tables
+
+    @property
+    def key(self) -> tuple[int, bool, Layouts | None, AttentionRoom]:
+        """What a tape for this batch depends on."""
+        return self.rows, self.is_split, self.layouts, self.room
 
 
 class Buffers:
@@ -31,10 +73,9 @@ class Buffers:
         self.mixtures = {block.name: mixture_of(body, as_rms(block.norm_in)) for block, body in mixtures_of(decoder)}
         self.experts = ExpertRooms(isa, rows, [*self.mixtures.values()]) if self.mixtures else None
         self.groups = layer_groups(config.windows, config.kv_shapes)
-        attention = config.attentions[0]  # the others have the same heads: see `has_plain_steps`
         mixed = max(mixer.mixed_features for mixer in config.mixers)
         padded = rows + MOST_ROWS
-        linears = [linear for block in decoder.blocks for linear in block.body.linears]
+        linears = [linear for block in decoder.blocks for linear in block.linears]
         matrices = [*linears, decoder.head]
         groups = [part.group for linear in matrices for part in linear.packed_parts]
         self.x = torch.zeros(padded, config.hidden_size)
@@ -48,17 +89,23 @@ class Buffers:
         # What queries are multiplied by, where positions matter and where they do not.
         self.scales = {(each.scale, each.growth): torch.full((rows,), each.scale) for each in config.attentions}
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
-        self.head_dim = attention.head_dim
-        self.attention = AttentionRoom(rows * attention.num_heads, 1, 1, attention.num_kv_heads, attention.head_dim)
+        bodies = [block.body for block in decoder.blocks if isinstance(block.body, Attention)]
+        layers = {head_shape(body.config): body.layer for body in reversed(bodies)}
+        self.attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
+        # Of each token and layer what a gate makes, and beside it what is gated.
+        per_layer = config.per_layer
+        per_layer_shape = (0, 0) if per_layer is None else (config.num_layers, per_layer.features)
+        self.per_layer = torch.zeros(padded, per_layer_shape[0], 2, per_layer_shape[1])
         self.delta_shape = config.delta_shape
         self.delta = None if self.delta_shape is None else DeltaRoom(self.delta_shape, rows, _SEGMENTS)
         self.gates = torch.zeros(padded, 0 if self.delta_shape is None else 2 * self.delta_shape.value_heads)
-        self.attention_rows = 1  # of a task, at most
-        self.is_split = False
-        self.layouts: Layouts | None = None
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
-    def place(self, batch: Batch, heads: int, kv_heads: int) -> None:
+    @property
+    def rooms(self) -> tuple[AttentionRoom, ...]:
+        return tuple(each.room for each in self.attending.values())
+
+    def place(self, batch: Batch) -> None:
         """Place a batch: where each token's keys go, and which rows attend together."""
         self.token_ids[: len(batch)] = batch.token_ids
         for index, (cos, sin) in enumerate(batch.rotations):
@@ -67,22 +114,16 @@ class Buffers:
         for (scale, growth), scales in self.scales.items():
             if growth is not None:
                 scales[: len(batch)] = scale * query_growth(growth, batch.positions)
-        tables = attention_tables(batch.segments, heads, kv_heads, len(self.groups), torch.get_num_threads())
-        for own, words in zip(self.tokens, tables.tokens, strict=True):
+        placed = [attending.place(batch.segments, len(self.groups)) for attending in self.attending.values()]
+        for own, words in zip(self.tokens, placed[0].tokens, strict=True):  # the same for heads of any shape
             own[: len(words)] = torch.tensor(words)
-        if not self.attention.holds(tables):
-            self.attention = AttentionRoom(
-                max(self.attention.tasks, 2 * len(tables.tasks)),
-                2 * len(tables.merges),
-                2 * tables.num_parts,
-                kv_heads,
-                self.head_dim,
-            )
-        self.attention.place(tables)
         if self.delta is not None:
             self.delta = self._placed_states(self.delta, delta_segments(batch.segments))
-        self.layouts = batch.segments[0].kv.layouts
-        self.attention_rows, self.is_split, self.batch = tables.rows, tables.is_split, batch
+        self.batch = batch
+
+    def take_per_layer(self, batch: Batch) -> None:
+        """Put the inputs of all layers that a batch carries where their gates find them."""
+        self.per_layer[: len(batch), :, 1] = batch.carried[INPUTS]
 
     def _placed_states(self, room: DeltaRoom, segments: list[DeltaSegment]) -> DeltaRoom:
         """Return a room in which these segments were placed: another one where they need more than this one has."""
@@ -91,6 +132,10 @@ class Buffers:
             room = DeltaRoom(room.shape, self.rows, 2 * len(segments), 2 * snapshots)
         room.place(segments)
         return room
+
+
+def head_shape(config: AttentionConfig) -> HeadShape:
+    return config.num_heads, config.kv_shape
 
 
 def mixtures_of(decoder: Decoder) -> list[tuple[Block, MoE]]:

@@ -36,7 +36,15 @@ def mixture_of(body: MoE, norm: RMSNorm | None) -> Mixture:
     bias = body.router.bias
     if bias is not None:  # of the experts' rows alone
         bias = functional.pad(bias, (0, len(matrix) - len(bias)))
-    return replace(host_mixture(body, body.experts, norm), matrix=matrix, matrix_bias=bias, correction=body.correction)
+    norm = norm if body.norms is None else body.norms.experts_in
+    return replace(
+        host_mixture(body, body.experts, norm),
+        matrix=matrix,
+        matrix_bias=bias,
+        correction=body.correction,
+        router_norm=None if body.norms is None else body.norms.router.weight,
+        expert_scales=body.expert_scales,
+    )
 
 
 def host_mixture(body: MoE, records: ExpertRecords | PooledExperts, norm: RMSNorm | None) -> Mixture:

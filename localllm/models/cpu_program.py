@@ -27,16 +27,18 @@ from localllm.kernels.tile16 import TILE
 from localllm.layers.batch import Batch
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
+from localllm.layers.per_layer import INPUTS, looked_up_alone
 from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_buffers import Buffers, mixtures_of
 from localllm.models.cpu_mixture import is_native
-from localllm.models.cpu_steps import Guesser, Recorder, packed_matrix, packed_parts
+from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder, packed_matrix, packed_parts
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import dense_name
 
-_TapeKey = tuple[int, int, bool, Layouts, ExpertRoom | None, DeltaRoom | None, AttentionRoom]
+_AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
+_TapeKey = tuple[int, tuple[_AttendingKey, ...], ExpertRoom | None, DeltaRoom | None, tuple[AttentionRoom, ...]]
 
 
 class CpuProgram:
@@ -60,7 +62,10 @@ class CpuProgram:
             decoder.device.type == "cpu"
             and fills_vectors(decoder.config, dense_name(decoder.dtype))
             and not any(isinstance(block.body, SplitMLP) for block in decoder.blocks)
-            and all(is_native(body.experts) and block.norm_out is None for block, body in mixtures_of(decoder))
+            and all(
+                is_native(body.experts) and (block.norm_out is None) == (body.norms is None)
+                for block, body in mixtures_of(decoder)
+            )
             and all(
                 (parts := packed_parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features
                 for block in decoder.blocks
@@ -103,20 +108,39 @@ class CpuProgram:
     def _in_one_call(self, room: Buffers, batch: Batch, on_states: Callable[[Tensor], None] | None) -> Tensor:
         T, R = len(batch), len(batch.logit_rows)
         whole = self._placed(room, batch)
-        if not whole.starts[0]:
-            room.x[:T] = self.decoder.embed(batch.token_ids)
+        first = self._begun(room, batch, whole)
         if R < T or whole.head is None:
-            whole.tape.run(0, whole.starts[-1])
+            whole.tape.run(first, whole.starts[-1])
             if on_states is not None:
                 on_states(room.x[:T])  # before the head takes their room
             return self._head(room, room.x[batch.logit_rows])
         logits = self._new_logits(T, room.activations.block_rows)
         words, y = whole.head
         words[y] = logits.data_ptr()
-        whole.tape.run()
+        whole.tape.run(first)
         if on_states is not None:
             on_states(room.x[:T])
         return self._trimmed(logits, T)
+
+    def _begun(self, room: Buffers, batch: Batch, whole: _WholeTape) -> int:
+        """Embed a batch as far as the tape does not; return the first step to run."""
+        first = self.decoder.blocks[0] if self.decoder.blocks else None
+        if not whole.starts[0]:
+            room.x[: len(batch)] = self.decoder.embed(batch.token_ids)
+        if self.decoder.per_layer_rows is None or first is None:
+            return 0
+        whole.tape.run(0, whole.starts[0])
+        self.decoder.look_up_per_layer(batch)
+        self._prepare_layers(room, batch, first)
+        return whole.starts[0]
+
+    def _prepare_layers(self, room: Buffers, batch: Batch, first: Block) -> None:
+        """Make what the gates of all layers read, from what comes into the first block."""
+        if first.per_layer_inputs is not None:
+            first.per_layer_inputs.prepare(room.x[: len(batch)], batch)
+        else:  # a draft without that block
+            batch.carried[INPUTS] = looked_up_alone(batch, room.per_layer.shape[-1])
+        room.take_per_layer(batch)
 
     def _embedded(self, room: Buffers, batches: Sequence[Batch]) -> list[Tensor]:
         """Return the hidden states [T, hidden] of each batch: the room's own where there is but one."""
@@ -129,6 +153,7 @@ class CpuProgram:
                     self._placed(room, batch).tape.run(0, embed_steps)
                 else:
                     x.copy_(self.decoder.embed(batch.token_ids))
+                self.decoder.look_up_per_layer(batch)
                 states.append(x if len(batches) == 1 else x.clone())
         return states
 
@@ -138,8 +163,13 @@ class CpuProgram:
         whole = self._placed(room, batch)
         if not is_in_room:
             room.x[: len(x)] = x
-        body = self.decoder.blocks[index].body
+        block, body = self.decoder.blocks[index], self.decoder.blocks[index].body
         begin, end = whole.starts[index], whole.starts[index + 1]
+        if self.decoder.per_layer_rows is not None:
+            if index == 0:
+                self._prepare_layers(room, batch, block)
+            elif block.per_layer_gate is not None and not is_in_room:  # another batch's may be there
+                room.take_per_layer(batch)
         if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
             self._run_pooled(room, whole, index, body, foresees=foresees)
         else:
@@ -149,7 +179,8 @@ class CpuProgram:
 
     def _run_pooled(self, room: Buffers, whole: _WholeTape, index: int, body: MoE, *, foresees: bool) -> None:
         """Run a mixture whose experts come from the disk: those that are here while the others are read."""
-        begin, end = whole.starts[index], whole.starts[index + 1]
+        begin, last = whole.starts[index], whole.starts[index + 1]
+        end = last if body.norms is None else last - NORM_STEPS
         assert room.experts is not None and isinstance(body.experts, PooledExperts)
         experts, tape = room.experts.room(room.activations.rows), whole.tape
         tape.run(begin, end + GROUP_STEP)
@@ -161,15 +192,14 @@ class CpuProgram:
         with closing(held), closing(experts.arrange(chosen, held)) as groups:
             for _ in groups:
                 tape.run(end + GROUP_STEP + 1, end + COMBINE_STEP)
-        tape.run(end + COMBINE_STEP, end)
+        tape.run(end + COMBINE_STEP, last)
 
     def _placed(self, room: Buffers, batch: Batch) -> _WholeTape:
         """Place a batch in the room, and return the tape for it."""
         if room.batch is not batch:
-            config = self.decoder.config
             if room.activations.rows != len(batch):
                 room.activations.resize(len(batch), self.isa)
-            room.place(batch, config.attentions[0].num_heads, config.attentions[0].num_kv_heads)
+            room.place(batch)
         return self._tape(room)
 
     def _head(self, room: Buffers, x: Tensor) -> Tensor:
@@ -197,11 +227,11 @@ class CpuProgram:
         return self.decoder.capped(own)
 
     def _tape(self, room: Buffers) -> _WholeTape:
-        assert room.layouts is not None, "a batch was placed"
         # A tape points at the attention's room, which is another one where it had to grow.
         experts = None if room.experts is None else room.experts.room(room.activations.rows)
         rows = room.activations.block_rows
-        key = (rows, room.attention_rows, room.is_split, room.layouts, experts, room.delta, room.attention)
+        attending = tuple(each.key for each in room.attending.values())
+        key = (rows, attending, experts, room.delta, room.rooms)
         if key not in self._tapes:
             self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-2:] == key[-2:]}
             recorder = Recorder(self.decoder, self.isa, room, rows, experts)

@@ -17,18 +17,22 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import Glu
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
-from localllm.layers.moe import MoE
+from localllm.layers.moe import MoE, MoENorms
 from localllm.layers.norm import RMSNorm, as_rms
-from localllm.models.cpu_buffers import Buffers
+from localllm.layers.per_layer import PerLayerGate
+from localllm.models.cpu_buffers import Buffers, head_shape
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.offload.streaming.lru_slots import Expert
+
+NORM_STEPS = 2  # of a mixture whose parts have their own norms, behind the experts
 
 
 class Guesser(NamedTuple):
@@ -95,12 +99,34 @@ class Recorder:
         else:
             assert isinstance(body, MLP), "`supports` said so"
             yield self._gate(body)
-        if (norm_out := as_rms(block.norm_out)) is None:
+        norm_out, gate = as_rms(block.norm_out), block.per_layer_gate
+        if norm_out is None:
+            assert block.scalar is None, "no family has one without the other"
             yield self.multiply(last, self.room.x, adds=True)
         else:
             yield self.multiply(last, self.room.y, adds=False)
-            hidden = last.out_features
-            yield self._norm(norm_out, self.room.y, self.room.x, hidden, hidden, adds=True)
+            yield self._add_norm(norm_out, block.scalar if gate is None else None)
+        if gate is not None:
+            yield from self._per_layer(gate, block.scalar)
+
+    def _per_layer(self, body: PerLayerGate, scalar: Tensor | None) -> Iterator[Step]:
+        """x = scalar * (x + norm(back(activation(gate(x)) * inputs of the layer)))."""
+        room, gate, back = self.room, _required(body.gate), _required(body.back)
+        yield self.quantize(body.gate, room.x, None)
+        stride, own = room.per_layer[0].numel(), room.per_layer[0, body.layer]
+        kernel = cpu_matmul.matmul(self.isa, gate.weights, self.block_rows)
+        yield room.activations.multiply(kernel, gate, own, stride, None)
+        kernel = cpu_quantize.quantize(self.isa, back.group, "gated", Glu(body.activation))
+        yield room.activations.quantize(kernel, own, back.group, back.in_features, stride=stride)
+        yield self.multiply(body.back, room.y, adds=False)
+        norm = as_rms(body.norm)
+        assert norm is not None, "`supports` said so"
+        yield self._add_norm(norm, scalar)
+
+    def _add_norm(self, norm: RMSNorm, scalar: Tensor | None = None) -> Step:
+        """x = scalar * (x + norm(y))."""
+        hidden, scale = len(norm.weight), 1.0 if scalar is None else float(scalar)
+        return self._norm(norm, self.room.y, self.room.x, hidden, hidden, adds=True, scale=scale)
 
     def _gate(self, body: MLP) -> Step:
         """Quantize the features between the matrices of an MLP."""
@@ -112,12 +138,28 @@ class Recorder:
     def _mixture(self, block: Block, body: MoE) -> Iterator[Step]:
         room, shared = self.room, body.shared
         assert self.experts is not None
+        if body.norms is not None:
+            yield from self._mixture_beside(block, body, body.norms)
+            return
         if shared is not None:
             yield from self.wide(shared.gate_up_proj, as_rms(block.norm_in))
             yield self._gate(shared)
             yield self.multiply(shared.down_proj, room.y, adds=False)
         rows = None if shared is None else room.y
         yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
+
+    def _mixture_beside(self, block: Block, body: MoE, norms: MoENorms) -> Iterator[Step]:
+        """A mixture beside an MLP, with norms around each: NORM_STEPS come behind the experts."""
+        room, shared, norm_out = self.room, body.shared, as_rms(block.norm_out)
+        assert self.experts is not None and shared is not None and norm_out is not None, "`supports` said so"
+        hidden, mixed = self.decoder.config.hidden_size, room.wide
+        yield from self.wide(shared.gate_up_proj, norms.shared_in)
+        yield self._gate(shared)
+        yield self.multiply(shared.down_proj, room.y, adds=False)
+        yield self._norm(norms.shared_out, room.y, room.y, hidden, hidden, adds=False)
+        yield from self.experts.steps(room.mixtures[block.name], room.x, mixed, adds=False)
+        yield self._norm(norms.experts_out, mixed, room.y, hidden, hidden, adds=True)
+        yield self._add_norm(norm_out, block.scalar)
 
     def guessers(self) -> dict[int, Guesser]:
         """Of each mixture but the last, what guesses the next one's experts of a token, if they come from the disk."""
@@ -179,12 +221,14 @@ class Recorder:
             yield self._norm(k_norm, keys, keys, KH * D, stride, adds=False)
         norms = (q_norm, k_norm) if config.qk_norm == "head" else (None, None)
         where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
-        assert room.layouts is not None
-        dense, coded = room.layouts
+        attending = room.attending[head_shape(config)]
+        assert attending.layouts is not None, "a batch was placed"
+        dense, coded = attending.layouts
         group, index = next(
             (g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers
         )
-        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, where)
+        values: cpu_rope.Values = "keys" if config.value_from_key else "normed" if config.norms_values else "plain"
+        rope = cpu_rope.rope(self.isa, dense, coded, config.rotary_dim, where, values)
         yield rope.step(
             qkv=qkv,
             cos=room.cos[body.rotation],
@@ -195,14 +239,15 @@ class Recorder:
             shape=room.activations.shape,
             stride=stride,
             heads=H,
-            kv_heads=KH,
+            kv_heads=config.key_heads,
             layer=index,
             scales=room.scales[config.scale, config.growth],
             eps=float_bits(self.decoder.config.norm_eps),
         )
         options = config.window, config.softcap, body.sinks
         place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, *options)
-        yield from room.attention.steps(self.isa, room.layouts, place, rows=room.attention_rows, is_split=room.is_split)
+        rows, is_split = attending.rows, attending.is_split
+        yield from attending.room.steps(self.isa, attending.layouts, place, rows=rows, is_split=is_split)
         if gates:
             yield cpu_quantize.sigmoid_gate(self.isa).step(
                 x=room.wide,
@@ -238,10 +283,12 @@ class Recorder:
             mixed=room.mixed,
         )
 
-    def _norm(self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool) -> Step:
+    def _norm(
+        self, norm: RMSNorm, x: Tensor, y: Tensor, features: int, stride: int, *, adds: bool, scale: float = 1.0
+    ) -> Step:
         strides, shape = {"x_stride": stride, "y_stride": stride}, self.room.activations.shape
         rest: dict[str, Tensor | int]
-        rest = {"weight": norm.weight, "features": features, "eps": float_bits(norm.eps)}
+        rest = {"weight": norm.weight, "features": features, "eps": float_bits(norm.eps), "scale": float_bits(scale)}
         return cpu_quantize.norm(self.isa, adds=adds).step(x=x, y=y, shape=shape, **strides, **rest)
 
 

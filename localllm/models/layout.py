@@ -448,7 +448,7 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     vectors = _moe_norms(around) if config.has_own_norms else around.norms(MLP_NORMS)
     if router.has_expert_scales:
         scales = f"{around.prefix}.router.per_expert_scale"
-        vectors += (Vector("expert_scales", scales, router.num_experts, is_norm_weight=False),)
+        vectors += (Vector("expert_scales", scales, router.num_experts),)
     if router.has_correction:
         stored = f"{mlp}.gate.e_score_correction_bias"
         vectors += (Vector("correction", stored, router.num_experts, is_norm_weight=False),)

@@ -1,0 +1,85 @@
+"""Gemma 4 wherever its parts rest: embeddings of each layer, a head that is the embedding, keys that layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localllm import Engine, Request, SamplingParams
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
+from localllm.models.decoder import without
+from localllm.models.layout import EMBED, HEAD
+from localllm.settings import EngineConfig
+from tests.checkpoints import write_checkpoint
+from tests.engine_support import answered
+
+WIDE = {"hidden_size": 128, "head_dim": 32, "global_head_dim": 64, "intermediate_size": 192}
+FAMILIES = {
+    "gemma4-shared-keys": {"hidden_size_per_layer_input": 64, "max_position_embeddings": 1024},
+    "gemma4-experts": {"moe_intermediate_size": 64, "max_position_embeddings": 1024},
+}
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("gemma4")
+    write_checkpoint(folder, request.param, **WIDE, **FAMILIES[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        engine = Engine.load(folder, EngineConfig(device="cpu", weights="int8", speculate="off"))
+        yield engine
+        engine.close()
+
+
+def said(engine: Engine) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    return [heard.token_ids for heard in answered(engine, *(Request(tuple(prompt), sampling) for prompt in PROMPTS))]
+
+
+ON_DISK = {
+    "the first block": {EMBED},
+    "the head": {HEAD},
+    "the first attention, and every feed-forward": {"layers.0.attention", "mlp"},
+    "everything": {EMBED, HEAD, "attention", "mlp"},
+}
+
+
+@pytest.mark.parametrize("names", ON_DISK.values(), ids=ON_DISK)
+def test_no_placement_changes_a_token(engine: Engine, names: set[str]) -> None:
+    expected, before = said(engine), engine.residency.blocks
+    names = names - {EMBED} if engine.config.is_tied else names
+    on_disk = [names & {block.name, block.name.rpartition(".")[2]} for block in before]
+    engine.residency.move(
+        [replace(block, tier="disk" if is_so else "ram") for block, is_so in zip(before, on_disk, strict=True)]
+    )
+    assert said(engine) == expected
+    engine.residency.move(before)
+    assert said(engine) == expected
+
+
+def test_a_cap_that_holds_no_embeddings_of_layers_leaves_them_on_the_disk(tmp_path: Path) -> None:
+    """A vocabulary so large that these are most of the model."""
+    write_checkpoint(
+        tmp_path, "gemma4", **WIDE, hidden_size_per_layer_input=256, vocab_size_per_layer_input=60000, vocab_size=2000
+    )
+    whole = Engine.load(tmp_path, EngineConfig(device="cpu", weights="int8", speculate="off"))
+    table = whole.residency.blocks[0]
+    assert table.tier == "ram" and table.num_bytes > 4 * sum(block.num_bytes for block in whole.residency.blocks[1:])
+    expected = said(whole)
+    whole.residency.move([replace(table, tier="disk"), *whole.residency.blocks[1:]])
+    assert said(whole) == expected
+    whole.close()
+
+
+def test_a_draft_without_the_first_blocks_still_has_what_is_looked_up(engine: Engine) -> None:
+    if engine.config.per_layer is None:
+        pytest.skip("this one has no embeddings of layers")
+    runner = ModelRunner(without(engine.model, frozenset({"layers.0.attention", "layers.1.mlp"})))
+    kv = engine.residency.new_kv(70)
+    logits = runner.forward([Chunk(PROMPTS[1], kv, 64)])
+    assert logits.isfinite().all()
