@@ -53,6 +53,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe",
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
+        "gemma3n": "gemma3n",
+        "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",
         "gemma4_text": "gemma4",
         "gemma4_unified": "gemma4",

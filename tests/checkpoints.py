@@ -23,6 +23,11 @@ def rope(kind: str, factor: float, **rest: Any) -> dict[str, Any]:
 
 TRAINED = {"original_max_position_embeddings": 64}
 GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24}
+GEMMA3N = {
+    "head_dim": 32, "sliding_window": 12, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 260,
+    "laurel_rank": 16, "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0],
+}  # fmt: skip
 GEMMA4 = {
     "head_dim": 16, "global_head_dim": 32, "sliding_window": 12, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 272, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -181,6 +186,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n-odd": (
+        "gemma3n_text",
+        GEMMA3N
+        | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+        | {"num_kv_shared_layers": 2, "intermediate_size": [96, 80, 96, 64, 96, 96], "altup_num_inputs": 3}
+        | {"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.3, 0.0], "altup_correct_scale": False},
+    ),
     "gemma4": ("gemma4_text", GEMMA4),
     "gemma4-shared-keys": (
         "gemma4_text",
@@ -309,7 +322,11 @@ def write_checkpoint(
     if model_type in MULTIMODAL:
         kind, sizes = AutoModelForImageTextToText, {"text_config": sizes, "vision_config": MULTIMODAL[model_type]}
     config = AutoConfig.for_model(model_type, **sizes)
-    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if model_type == "gemma3n_text":  # the automatic class is one that sees, and needs more packages
+        config._attn_implementation = "eager"
+        model = transformers.Gemma3nForCausalLM(config).eval()
+    else:
+        model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, values in model.state_dict().items():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
         # More than this makes Gated DeltaNet's states so short-lived that fp32 has four digits of what comes out.

@@ -139,6 +139,7 @@ class MLPConfig:
     """down(activation(gate(x)) * (up(x) + up_offset)), or down(activation(up(x))) without a gate.
 
     limit: bounds the gate from above, and what goes up on both sides, before anything else is done with them.
+    sparsity: the share of gates that are zero before their activation, of as many as a normal distribution has.
     """
 
     intermediate_size: int
@@ -147,6 +148,7 @@ class MLPConfig:
     has_gate: bool = True
     limit: float | None = None
     up_offset: float = 0.0
+    sparsity: float = 0.0
 
     @property
     def glu(self) -> Glu:
@@ -155,7 +157,8 @@ class MLPConfig:
     @property
     def is_plain(self) -> bool:
         """Return whether all native programs know what it computes between its matrices."""
-        return self.glu == Glu(self.activation) and self.activation in ("silu", "gelu_tanh", "gelu")
+        is_usual = self.glu == Glu(self.activation) and not self.sparsity
+        return is_usual and self.activation in ("silu", "gelu_tanh", "gelu")
 
     @property
     def wide_features(self) -> int:
@@ -174,6 +177,16 @@ class PerLayerConfig:
     vocab_size: int
     features: int
     activation: Activation = "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class AltUpConfig:
+    """Several hidden states a token (`layers.altup`). laurel_rank: of the small matrix beside attention.
+    scales_output: the first state is multiplied by a vector where the layer's embeddings read it."""
+
+    num_states: int
+    laurel_rank: int
+    scales_output: bool = True
 
 
 MAX_EXPERTS = 4096  # of a layer: eight times what the largest published models have

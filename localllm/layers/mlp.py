@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -56,6 +57,8 @@ class MLP:
         if not self.config.has_gate:
             return self.down_proj(self._activated(wide))
         gate, up = wide.chunk(2, dim=-1)  # [T, intermediate] each
+        if self.config.sparsity:
+            gate = _sparse(gate, self.config.sparsity)
         # In place: a prompt's temporaries are fresh pages every time, and faulting them in costs more than the product.
         if self.config.limit is not None:
             gate, up = gate.clamp_(max=self.config.limit), up.clamp_(-self.config.limit, self.config.limit)
@@ -67,6 +70,13 @@ class MLP:
         if self.coefficients is None:
             return ACTIVATIONS[self.config.activation](x)
         return _xielu(x, *self.coefficients.float())
+
+
+def _sparse(gate: Tensor, sparsity: float) -> Tensor:
+    """gate [T, N] less what this share of it would be below if it were normally distributed, and no less than zero
+    (Gemma 3n's statistical top-k)."""
+    cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * NormalDist().inv_cdf(sparsity)
+    return functional.relu(gate - cutoff)
 
 
 def _xielu(x: Tensor, positive: Tensor, negative: Tensor, beta: Tensor, eps: Tensor) -> Tensor:

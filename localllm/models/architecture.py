@@ -11,6 +11,7 @@ from typing import Literal
 
 from localllm.kernels.sizes import DeltaShape, KVShape
 from localllm.layers.config import (
+    AltUpConfig,
     AttentionConfig,
     DeltaNetConfig,
     Mixer,
@@ -76,6 +77,7 @@ class ModelConfig:
         one's do; None: as much.
     normalizes_embeddings: by their root mean square.
     per_layer: embeddings that tokens have for each layer.
+    altup: several hidden states a token.
     residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
@@ -98,6 +100,7 @@ class ModelConfig:
     final_norm_offset: float | None = None
     normalizes_embeddings: bool = False
     per_layer: PerLayerConfig | None = None
+    altup: AltUpConfig | None = None
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -53,6 +53,8 @@ def has_plain_steps(config: ModelConfig) -> bool:
         and all(map(_is_plain_on_cpu, config.attentions))
         and all(mlp.activation != "xielu" for mlp in config.mlps)
         and all(layer.norm_placement != "parallel" for layer in config.layers)
+        and all(not mlp.sparsity for mlp in config.mlps)
+        and config.altup is None
         and config.norm_kind == "rms"
         and not config.has_head_bias
     )
@@ -99,4 +101,5 @@ def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:
     sizes = {mlp.intermediate_size for mlp in config.mlps}
     step = cut_step(recipe.blocks)
     is_whole = all(size % step == 0 and size > step for size in sizes) and all(mlp.has_gate for mlp in config.mlps)
-    return is_whole and can_be_cut(recipe.blocks) and not recipe.own and not config.mixtures
+    is_alone = config.per_layer is None and not config.mixtures  # no other matrix in its block
+    return is_whole and can_be_cut(recipe.blocks) and not recipe.own and is_alone

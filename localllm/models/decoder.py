@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from localllm.layers.altup import AltUpEnd, AltUpStart
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
 from localllm.layers.delta_net import DeltaNet
@@ -37,6 +38,7 @@ class Block:
     per_layer_inputs: makes what `per_layer_gate`s read; of the first block alone.
     per_layer_gate: is added behind the body; of feed-forwards.
     scalar: fp32 [1], multiplies what comes out.
+    altup: begins or ends a layer of several hidden states, of which x is the first.
     """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
@@ -48,6 +50,7 @@ class Block:
     per_layer_inputs: PerLayerInputs | None = None
     per_layer_gate: PerLayerGate | None = None
     scalar: Tensor | None = None
+    altup: AltUpStart | AltUpEnd | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -57,16 +60,22 @@ class Block:
     @property
     def is_usual(self) -> bool:
         """Return whether it is nothing but a body between two norms, added to what comes in."""
-        more = (self.per_layer_inputs, self.per_layer_gate, self.scalar)
+        more = (self.per_layer_inputs, self.per_layer_gate, self.scalar, self.altup)
         return not self.is_parallel and all(each is None for each in more)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         if self.per_layer_inputs is not None:
             self.per_layer_inputs.prepare(x, batch)
+        if isinstance(self.altup, AltUpStart):
+            assert self.norm_in is not None and self.norm_out is not None, "as Gemma 3n has it"
+            norm_out = self.norm_out
+            return self.altup(x, batch, self.norm_in, lambda normed: norm_out(self.body(normed, batch)))
         source = self._source(x, batch) if self.is_parallel else x
         y = self.body(source if self.norm_in is None else self.norm_in(source), batch)
         x = x + (y if self.norm_out is None else self.norm_out(y))
+        if self.altup is not None:
+            return self.altup(x, batch)
         if self.per_layer_gate is not None:
             x = x + self.per_layer_gate(x, batch)
         return x if self.scalar is None else x * self.scalar.to(x.dtype)
@@ -158,7 +167,10 @@ class Decoder:
     def look_up_per_layer(self, batch: Batch) -> None:
         """Have the batch carry the embeddings of its tokens for each layer, if there are any."""
         if self.per_layer_rows is not None:
-            batch.carried[ROWS] = self.per_layer_rows(moved(batch.token_ids, self.per_layer_rows.device))
+            ids = moved(batch.token_ids, self.per_layer_rows.device)
+            assert self.config.per_layer is not None
+            known = torch.where(ids < self.config.per_layer.vocab_size, ids, 0)
+            batch.carried[ROWS] = self.per_layer_rows(known)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [R, hidden] -> fp32 [R, V] on the head's device."""

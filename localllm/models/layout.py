@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from localllm.kernels.sizes import DeltaShape
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, PerLayerConfig
+from localllm.layers.config import (
+    AltUpConfig,
+    AttentionConfig,
+    DeltaNetConfig,
+    Mixer,
+    MLPConfig,
+    MoEConfig,
+    PerLayerConfig,
+)
 from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement
 from localllm.offload.streaming.ring import PAGE_BYTES
 from localllm.quant.layouts import RecipeOf, Sizes, TensorSpec, WeightLayout
@@ -237,11 +245,14 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
         root = "mtp" if config.reads_states else "model"
         around = _Around(f"{root}.layers.{number}", config, layer.norm_placement)
         body = layer.feed_forward
-        blocks.append(_mixer(number, layer.mixer, around))
+        blocks.append(_with_layer_begin(_mixer(number, layer.mixer, around), around))
         mlp = _mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around)
         blocks.append(_with_layer_end(mlp, layer, around))
     if config.per_layer is not None:
         blocks[1] = _with_per_layer_inputs(blocks[1], config, config.per_layer)
+    if config.altup is not None:
+        blocks[1] = _with_state_projections(blocks[1], "altup_projections", config, config.altup)
+        blocks[-1] = _with_state_projections(blocks[-1], "altup_unembed_projections", config, config.altup)
     if config.reads_states:
         return (*blocks, BlockLayout(HEAD, (), _norm("final_norm", "mtp.norm", config)))
     stored = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -269,6 +280,40 @@ def _with_per_layer_inputs(first: BlockLayout, config: ModelConfig, per_layer: P
     return replace(first, matrices=(*first.matrices, projection), vectors=(*first.vectors, norm))
 
 
+def _with_state_projections(block: BlockLayout, name: str, config: ModelConfig, altup: AltUpConfig) -> BlockLayout:
+    """Return a block with the matrices between the first of several hidden states and the others."""
+    stored = [f"model.{name}.{number}" for number in range(altup.num_states - 1)]
+    hidden = config.hidden_size
+    matrices = (Matrix(f"{name}.{i}", each, {each: hidden}, hidden) for i, each in enumerate(stored))
+    return replace(block, matrices=(*block.matrices, *matrices))
+
+
+def _with_layer_begin(mixer: BlockLayout, around: _Around) -> BlockLayout:
+    """Return a mixer's block with what AltUp and LAuReL add at the beginning of a layer."""
+    altup, hidden = around.model.altup, around.model.hidden_size
+    if altup is None:
+        return mixer
+    left, right = (f"{around.prefix}.laurel.linear_{side}" for side in ("left", "right"))
+    small, vectors = _altup(around, altup, "prediction_coefs", altup.num_states**2)
+    laurel = (
+        Matrix("laurel_left", left, {left: altup.laurel_rank}, hidden),
+        Matrix("laurel_right", right, {right: hidden}, altup.laurel_rank),
+    )
+    vectors += (Vector("norm_laurel", f"{around.prefix}.laurel.post_laurel_norm.weight", hidden),)
+    return replace(mixer, matrices=(*mixer.matrices, *small, *laurel), vectors=(*mixer.vectors, *vectors))
+
+
+def _altup(around: _Around, altup: AltUpConfig, name: str, rows: int) -> tuple[tuple[Matrix, ...], tuple[Vector, ...]]:
+    """Return what AltUp predicts or corrects states by, in fp32. name: of the coefficients."""
+    prefix, hidden = f"{around.prefix}.altup", around.model.hidden_size
+    router, coefficients = f"{prefix}.modality_router", f"{prefix}.{name}"
+    matrices = (
+        Matrix("altup_router", router, {router: altup.num_states}, hidden, role="router"),
+        Matrix("altup_coefficients", coefficients, {coefficients: rows}, altup.num_states, role="router"),
+    )
+    return matrices, (Vector("norm_altup", f"{prefix}.router_norm.weight", hidden),)
+
+
 def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: _Around) -> BlockLayout:
     """Return a feed-forward's block with what comes behind it at the end of a layer."""
     matrices, vectors, hidden = mlp.matrices, mlp.vectors, around.model.hidden_size
@@ -279,6 +324,11 @@ def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: _Around) -> Bl
             Matrix("per_layer_proj", back, {back: hidden}, per_layer.features),
         )
         vectors += (Vector("norm_per_layer", f"{around.prefix}.post_per_layer_input_norm.weight", hidden),)
+    if (altup := around.model.altup) is not None:
+        small, norms = _altup(around, altup, "correction_coefs", altup.num_states)
+        matrices, vectors = matrices + small, vectors + norms
+        if altup.scales_output:
+            vectors += (Vector("altup_scale", f"{around.prefix}.altup.correct_output_scale", hidden),)
     if layer.has_scalar:
         vectors += (Vector("scalar", f"{around.prefix}.layer_scalar", 1),)
     return replace(mlp, matrices=matrices, vectors=vectors)

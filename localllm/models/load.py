@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.delta_rule import DeltaWeights
+from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
 from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig, PerLayerConfig
 from localllm.layers.delta_net import DeltaNet
@@ -189,6 +190,20 @@ class _Loaded:
         linears = self.linear("per_layer_gate"), self.linear("per_layer_proj")
         return PerLayerGate(layer, config.activation, *linears, self.norm("norm_per_layer"))
 
+    def altup(self, layer: int, *, begins: bool) -> AltUpStart | AltUpEnd | None:
+        """Return what begins or ends a layer of several hidden states."""
+        model = self.parts.config
+        if model.altup is None or model.per_layer is None:
+            return None
+        mixer = StateMixer(self.linear("altup_router"), self.norm("norm_altup"), self.linear("altup_coefficients"))
+        names = [matrix.name for matrix in self.block.layout.matrices if "projections." in matrix.name]
+        projections = [self.linear(name) for name in names]
+        if begins:
+            laurel = self.linear("laurel_left"), self.linear("laurel_right"), self.norm("norm_laurel")
+            return AltUpStart(mixer, laurel, projections)
+        gate, scale = self.per_layer_gate(model.per_layer, layer), self.block.tensors.get("altup_scale")
+        return AltUpEnd(mixer, gate, scale, projections)
+
     def moe(self, config: MoEConfig) -> MoE:
         layout, tensors = self.block.layout, self.block.tensors
         assert layout.experts is not None
@@ -240,6 +255,7 @@ def _block(loaded: _Loaded, index: int) -> Block:
         per_layer_inputs=loaded.per_layer_inputs() if per_layer is not None and index == 0 else None,
         per_layer_gate=loaded.per_layer_gate(per_layer, index // 2) if per_layer is not None and index % 2 else None,
         scalar=loaded.block.tensors.get("scalar"),
+        altup=loaded.altup(index // 2, begins=index % 2 == 0),
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,

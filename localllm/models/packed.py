@@ -76,6 +76,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
         for name in ("model_type", "vocab_size", "hidden_size", "num_layers", "norm_weight_offset")
     }
     entry["tie_word_embeddings"] = config.tie_word_embeddings
+    if config.altup is not None:
+        entry["altup"] = dataclasses.asdict(config.altup)
     if config.per_layer is not None:
         entry["per_layer"] = dataclasses.asdict(config.per_layer)
     if config.residual_scale != 1.0:

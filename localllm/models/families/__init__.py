@@ -24,7 +24,7 @@ _LIMITS = JsonLimits()
 # The text model's keys are in a section, which may name a family of its own.
 _MULTIMODAL = (
     "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3", "muse_glimmer",
-    "gemma4", "gemma4_unified",
+    "gemma3n", "gemma4", "gemma4_unified",
 )  # fmt: skip
 _FLAT = ("qwen2_5_vl",)  # whose older files have them beside the others
 _SHARED_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")  # may stand beside it

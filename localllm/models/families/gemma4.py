@@ -14,6 +14,7 @@ from localllm.models.families.reading import (
     MAX_VOCAB,
     hidden_size,
     pattern_kinds,
+    read_activation,
     read_attentions,
     read_mlp,
     read_model,
@@ -70,7 +71,7 @@ def parse(fields: Fields) -> ModelConfig:
         fields,
         [LayerConfig(each, moe or body, "sandwich", True) for each, body in zip(attentions, bodies, strict=True)],
         embedding_scale=hidden_size(fields) ** 0.5,
-        per_layer=_per_layer(fields),
+        per_layer=read_per_layer(fields),
         final_softcap=fields.optional_number("final_logit_softcapping", 1e-6, 1e9),
         stored=StoredForm(_MIXTURE_RENAMES if moe else ()),
     )
@@ -87,7 +88,12 @@ def _attentions(fields: Fields, kinds: Sequence[str]) -> list[AttentionConfig]:
         replace(wide[layer], value_from_key=takes_keys) if kind == FULL else own[layer]
         for layer, kind in enumerate(kinds)
     ]
-    first = len(kinds) - fields.integer("num_kv_shared_layers", 0, MAX_LAYERS)
+    return sharing_keys(fields, layers, kinds)
+
+
+def sharing_keys(fields: Fields, attentions: Sequence[AttentionConfig], kinds: Sequence[str]) -> list[AttentionConfig]:
+    """Return the layers' attention, of which the last ones read keys and values of the last own layer of their kind."""
+    layers, first = [*attentions], len(kinds) - fields.integer("num_kv_shared_layers", 0, MAX_LAYERS)
     for layer in range(max(first, 0), len(kinds)):
         source = max((other for other in range(first) if kinds[other] == kinds[layer]), default=None)
         if source is None:
@@ -111,7 +117,7 @@ def _of_full_layers(fields: Fields, kinds: Sequence[str]) -> Fields:
     return replace(fields, raw=raw | ({"num_key_value_heads": heads} if heads and is_meant else {}))
 
 
-def _per_layer(fields: Fields) -> PerLayerConfig | None:
+def read_per_layer(fields: Fields) -> PerLayerConfig | None:
     if str(fields.get("model_type")).startswith("gemma4_unified"):
         return None
     features = fields.optional_integer("hidden_size_per_layer_input", 0, 1 << 16)
@@ -120,7 +126,7 @@ def _per_layer(fields: Fields) -> PerLayerConfig | None:
     if not fields.flag("tie_word_embeddings", if_null=True):
         raise unsupported(fields.source, "per-layer embeddings beside a head of its own", "tie_word_embeddings true")
     vocab_size = fields.integer("vocab_size_per_layer_input", 1, MAX_VOCAB)
-    return PerLayerConfig(vocab_size, features, read_mlp(fields).activation)
+    return PerLayerConfig(vocab_size, features, read_activation(fields))
 
 
 def _mixture(fields: Fields, mlp: MLPConfig) -> MoEConfig:

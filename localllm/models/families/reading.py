@@ -217,7 +217,7 @@ def every_so_many_full(fields: Fields) -> tuple[str, ...]:
 
 def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
     """Return the Gated DeltaNet of each linear layer. traits: fields of DeltaNetConfig besides its heads."""
-    if _activation(fields) != "silu":
+    if read_activation(fields) != "silu":
         raise unsupported(fields.source, "Gated DeltaNet with another activation", "silu")
     key_heads = fields.integer("linear_num_key_heads", 1, MAX_HEADS)
     value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS)
@@ -276,7 +276,7 @@ def _ropes(
 
 def read_mlp(fields: Fields, key: str = "intermediate_size", **traits: Any) -> MLPConfig:
     """Return a gated feed-forward whose width stands under `key`."""
-    return MLPConfig(fields.integer(key, 1, MAX_INTERMEDIATE), _activation(fields), **traits)
+    return MLPConfig(fields.integer(key, 1, MAX_INTERMEDIATE), read_activation(fields), **traits)
 
 
 def read_router(
@@ -345,7 +345,8 @@ def sparse_layers(fields: Fields, mixers: Sequence[Mixer], moe: MoEConfig) -> li
     return [LayerConfig(mixer, moe if sparse else dense) for mixer, sparse in pairs]
 
 
-def _activation(fields: Fields) -> Activation:
+def read_activation(fields: Fields) -> Activation:
+    """Return the activation of feed-forwards."""
     key = "hidden_activation" if "hidden_activation" in fields.defaults else "hidden_act"
     name = fields.optional_text(key) or str(fields.defaults[key])
     if name not in _ACTIVATIONS:
