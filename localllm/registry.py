@@ -123,7 +123,7 @@ class ModelEntry:
     licence: str = "unknown"
     gated: bool = False
     context: int | None = None  # tokens
-    parameters: float | None = None  # billions
+    parameters: float | None = None  # billions, of the text model
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)  # of the sampling keys and `stop`
@@ -136,8 +136,8 @@ class Registry:
     entries: tuple[ModelEntry, ...]
 
     def find(self, name: str) -> ModelEntry | None:
-        """The entry with this name, else with this alias; letter case does not matter."""
-        wanted = name.casefold()
+        """The entry with this name, else with this alias; letter case does not matter, nor does Ollama's `:latest`."""
+        wanted = name.casefold().removesuffix(":latest")
         for entry in self.entries:
             if entry.name.casefold() == wanted:
                 return entry

@@ -1,12 +1,9 @@
-"""`localllm bench`: shapes without a network, random weights in every format, floors, and figures that add up."""
+"""`localllm bench`: random weights in every format, floors, and figures that add up."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,21 +20,15 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
 from localllm.engine.step_types import Chunk
-from localllm.errors import ModelNotFoundError
 from localllm.kernels import kv_page
-from localllm.layers.config import RopeConfig
-from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
 from localllm.models.layout import block_layouts, model_bytes
-from localllm.models.shapes import Shape, find_shape, shipped_shapes
+from localllm.models.shapes import Shape
 from localllm.offload.measurements import roofline as floors
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import recipe
-from localllm.registry import BUILT_IN, load_registry
 from localllm.settings import EngineConfig
-from tests.cli_support import write_checkpoint
 
-ENTRIES = [entry for entry in load_registry().entries if entry.name != BUILT_IN]
 DENSE_KV = KV_FORMATS["bf16"]
 CPU = torch.device("cpu")
 ODD: dict[str, Any] = {  # no size is a multiple of a tile's 16 rows, nor of a group
@@ -46,35 +37,6 @@ ODD: dict[str, Any] = {  # no size is a multiple of a tile's 16 rows, nor of a g
     "attention_bias": True,
 }  # fmt: skip
 RECIPES = ["bf16", "bf12", "int8", "nf4", "int4-g32", "int4-g64", "int4-g128"]
-
-# The published file of each shape, where the data has one. The context stands for the instructed model.
-PUBLISHED = {
-    "llama-3.1-8b": "llama3_1_8b",
-    "llama-3.2-1b": "llama3_2_1b",
-    "llama-3.3-70b": "llama-3.3-70b-instruct",
-    "llama-2-7b": "llama2_7b",
-    "codellama-7b": "codellama_7b",
-    "tinyllama-1.1b": "tinyllama_1b_chat_v1.0",
-    "smollm2-135m": "smollm2_135m",
-    "mistral-7b": "mistral_7b_v03",
-    "qwen2.5-0.5b": "qwen2_0_5b",
-    "qwen2.5-7b": "qwen2.5-7b",
-    "qwen3-0.6b": "qwen3_0.6b",
-    "qwen3-1.7b": "qwen3_1.7b",
-    "qwen3-8b": "qwen3-8b",
-    "phi-3.5-mini": "phi-3_5",
-    "phi-4-mini": "phi-4",
-    "gemma-2-9b": "gemma2_9b",
-    "gemma-3-1b": "gemma3_1b_it",
-    "olmo-2-7b": "olmo2_7b",
-    "qwen3-30b-a3b": "qwen3-30b-a3b",
-    "mixtral-8x7b": "Mixtral-8x7B-v0.1",
-}
-NO_ARCHITECTURE = {"max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype", "layers"}
-
-
-def shape_of(name: str) -> Shape:
-    return Shape(name, parse_config(shipped_shapes()[name], name), shipped_shapes()[name])
 
 
 def odd_shape(**differences: Any) -> Shape:
@@ -89,49 +51,6 @@ def made(shape: Shape, weights: str = "bf16", ctx: int = 64) -> BenchmarkTarget:
 def small_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floors, "MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(floors, "MATMUL_SHAPE", (16, 64, 64))
-
-
-# Shapes
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_every_model_of_the_registry_has_a_shape_of_its_size(entry: Any) -> None:
-    config = shape_of(entry.name).config
-    layouts = block_layouts(config)
-    count = sum(layout.num_weights for layout in layouts)
-    # What is not text is not loaded: of Gemma 3's 4.3 billion, 0.42 are its eyes.
-    expected = entry.parameters - (0.42 if entry.name == "gemma-3-4b" else 0)
-    assert count / 1e9 == pytest.approx(expected, rel=0.01)
-    assert config.longest_context >= entry.context
-
-
-@pytest.mark.parametrize(("name", "file"), PUBLISHED.items(), ids=list(PUBLISHED))
-def test_a_shape_is_the_published_architecture(name: str, file: str, shared_data: Callable[[str], Path]) -> None:
-    published = parse_config(json.loads(shared_data(f"configs/{file}.json").read_text()), file)
-    ours = shape_of(name).config
-    for field in dataclasses.fields(ours):
-        if field.name not in NO_ARCHITECTURE:
-            assert getattr(ours, field.name) == getattr(published, field.name), field.name
-    for layer, theirs in zip(ours.layers, published.layers, strict=True):
-        assert without_rope(layer) == without_rope(theirs)
-        assert (layer.mixer.rope.kind, layer.mixer.rope.theta) == (theirs.mixer.rope.kind, theirs.mixer.rope.theta)
-        assert layer.mixer.rope.long_factor == pytest.approx(theirs.mixer.rope.long_factor, rel=1e-5)
-
-
-def without_rope(layer: LayerConfig) -> LayerConfig:
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=RopeConfig()))
-
-
-def test_a_shape_is_found_by_name_alias_letter_case_or_folder(tmp_path: Path) -> None:
-    assert find_shape("mistral").name == find_shape("Mistral-7B").name == "mistral-7b"
-    assert find_shape("tiny").config.num_layers == 12
-    assert find_shape(str(write_checkpoint(tmp_path / "mine", hidden=32, layers=3))).config.num_layers == 3
-
-
-def test_an_unknown_shape_names_the_nearest() -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        find_shape("tinylama-1.1b")
-    assert "tinyllama-1.1b" in caught.value.why
 
 
 # Random weights

@@ -24,7 +24,7 @@ from localllm.engine.placement import model_shape
 from localllm.errors import DoesNotFitError, Fix, UsageError
 from localllm.models.families import parse_config
 from localllm.models.shapes import Shape, find_shape, shipped_shapes
-from localllm.offload.planner.advice import advise, fixes_for_context
+from localllm.offload.planner.advice import advise, fixes_for_context, other_model
 from localllm.offload.planner.calibration import Corrections, Term
 from localllm.offload.planner.costs import POOLED_BLOCK_S, RUN_S, Costs, Work
 from localllm.offload.planner.hit_curve import HitCurve
@@ -194,6 +194,15 @@ def test_every_model_of_the_registry_is_planned_in_milliseconds() -> None:
             except DoesNotFitError:
                 continue
             assert time.process_time() - started < 0.5  # 50 ms on a machine that does nothing else
+
+
+def test_of_other_models_that_fit_the_largest_is_named_and_of_those_about_as_large_the_fastest() -> None:
+    names = ("llama-3.3-70b", "qwen3-32b", "qwen3-30b-a3b", "qwen3-0.6b")
+    configs = {name: parse_config(shipped_shapes()[name], name) for name in names}
+    too_large, *others = (model_shape(of, RECIPES["int4-g64"], "bf16", name) for name, of in configs.items())
+    for gib, largest in ((24, "qwen3-30b-a3b"), (4, "qwen3-0.6b")):
+        it = Search(too_large, Machine(Memory(gib * GIB, 300 << 20, 1 << 40), RATES))
+        assert other_model(it, others)[0].split()[:3] == ["localllm", "plan", largest]
 
 
 def test_a_step_takes_the_longest_of_what_goes_on_side_by_side() -> None:

@@ -21,6 +21,7 @@ from localllm.runtime.model_catalog import (
     model_facts,
     model_rows,
     packed_text,
+    parameters_text,
     row_fields,
     size_text,
     source_text,
@@ -28,6 +29,8 @@ from localllm.runtime.model_catalog import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from localllm.hub import PullProgress
 
 PULL_EXAMPLES = """Examples:
@@ -38,6 +41,7 @@ PULL_EXAMPLES = """Examples:
   localllm pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M
   HF_TOKEN=hf_... localllm pull gemma2-2b
 """
+_TO_PULL = ("TO PULL", "PARAMETERS", "CONTEXT", "LICENCE", "FROM")
 
 
 @takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
@@ -86,7 +90,7 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     """List the models on this disk.
 
     Shows everything that takes space: complete models, unfinished downloads and packed weights, with their sizes, and
-    what Ollama, LM Studio and llama.cpp keep.
+    what Ollama, LM Studio and llama.cpp keep. `localllm plan NAME` tells how fast one would be, before a download.
     """
     output = cli_context(context).output
     rows = model_rows(has_available=everything)
@@ -96,18 +100,34 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     if not rows:
         output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
         return
+    here = [row for row in rows if row.state != "available"]
+    available = [row for row in rows if row.state == "available"]
     header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "TOTAL", "CONTEXT", "LICENCE", "FROM")
     optional = ("LICENCE", "FROM", "CONTEXT", "PARAMETERS", "TOTAL")
-    output.table(header, [_cells(row) for row in rows], optional=optional)
+    output.table(header, [_cells(row) for row in here], optional=optional)
+    if available:
+        output.line()
+        output.table(_TO_PULL, _by_maker(available), optional=("FROM", "LICENCE"))
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
 
 def _cells(row: ModelRow) -> tuple[str, ...]:
-    parameters = f"{row.parameters:g}B" if row.parameters else ""
     packed = ", ".join(packed_text(packed) for packed in row.packed)
     context, licence, source = str(row.context or ""), licence_text(row), source_text(row)
-    return row.name, row.state, parameters, size_text(row), packed, total_text(row), context, licence, source
+    return row.name, row.state, parameters_text(row), size_text(row), packed, total_text(row), context, licence, source
+
+
+def _by_maker(rows: list[ModelRow]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a table of models to pull, an empty one where a maker of several begins or ends."""
+    makers = [(row.repo or "").partition("/")[0] for row in rows]
+    before = None
+    for row, maker in zip(rows, makers, strict=True):
+        group = maker if makers.count(maker) > 1 else ""
+        if before not in (None, group):
+            yield ("",) * len(_TO_PULL)
+        before = group
+        yield row.name, parameters_text(row), str(row.context or ""), licence_text(row), source_text(row)
 
 
 @takes(

@@ -160,7 +160,7 @@ def _unknown(name: str, passed_over: Path | None, registry: Registry) -> ModelNo
     if passed_over is not None:
         why = f"the folder {name!r} is there, but {without_config(passed_over)}"
     elif nearest:
-        why = f"did you mean {' or '.join(nearest)}?"
+        why = f"did you mean {' or '.join(nearest)}? `localllm list --all` names all"
     else:
         why = "no model has this short name, and no folder or GGUF file here; other names look like org/repo"
     fix = Fix.model(name, nearest[0]) if nearest else Fix.command("list", "--all")

@@ -91,6 +91,11 @@ def packed_text(packed: PackedWeights) -> str:
     return f"{packed.weights} {format_bytes(packed.size_bytes)}{note}"
 
 
+def parameters_text(row: ModelRow) -> str:
+    """Return the number of a model's weights in a table: "8.03B"; "" where it is not known."""
+    return f"{row.parameters:g}B" if row.parameters else ""
+
+
 def size_text(row: ModelRow) -> str:
     """Return the bytes of a model, whole and unfinished; "" where nothing of it is here."""
     size = format_bytes(row.size_bytes) if row.size_bytes else ""

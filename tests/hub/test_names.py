@@ -118,6 +118,7 @@ def test_a_misspelled_name_is_answered_with_the_nearest(hub):
     with pytest.raises(ModelNotFoundError) as caught:
         locate("mistrall-7b")
     assert "mistral-7b" in caught.value.why and caught.value.exit_code == 3
+    assert "localllm list --all" in caught.value.why
 
 
 def test_the_built_in_model_needs_no_cache(tmp_path, monkeypatch):

@@ -302,7 +302,11 @@ def test_who_asks_for_a_model_that_is_being_unloaded_waits_until_its_process_has
 @pytest.mark.parametrize(("command", "fix"), [("load", "localllm load tiny"), ("stop", "localllm ps")])
 def test_a_model_that_there_is_not_is_told_by_name_with_what_helps(home: Home, command: str, fix: str) -> None:
     told = home.localllm(command, "tinny", torch=False)
-    lines = ["error: there is no model 'tinny'", "why:   did you mean tiny?", f"fix:   {fix}"]
+    lines = [
+        "error: there is no model 'tinny'",
+        "why:   did you mean tiny? `localllm list --all` names all",
+        f"fix:   {fix}",
+    ]
     assert told.returncode == 3 and told.stderr.decode().splitlines()[:3] == lines
 
 

@@ -14,6 +14,7 @@ from localllm.offload.planner.plan import GIB, Plan, cap
 from localllm.offload.planner.search import Search
 
 _WORTH = 1.05  # what gains less is not said
+_AS_LARGE = 0.75  # of the bytes of another model: about as large
 
 
 def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[str]:
@@ -63,12 +64,16 @@ def fixes_for_context(search: Search, ctx: int, smaller: Mapping[str, ModelShape
 
 
 def _largest_that_fits(search: Search, others: Iterable[ModelShape]) -> Plan | None:
-    """Return the plan of the largest of these models that stays in memory as a whole; None where none does."""
+    """Return the plan of the largest of these models that stays in memory as a whole, of those about as large the
+    fastest; None where none does."""
+    plans: list[Plan] = []
     for shape in sorted(others, key=lambda shape: -shape.num_bytes):
+        if plans and shape.num_bytes < _AS_LARGE * plans[0].shape.num_bytes:
+            break
         plan = replace(search, shape=shape, ctx=min(2048, shape.default_ctx)).fitting
         if plan is not None and plan.is_whole:
-            return plan
-    return None
+            plans.append(plan)
+    return max(plans, key=lambda plan: plan.decode_tok_s, default=None)
 
 
 def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
