@@ -44,6 +44,13 @@ def start(home: Path, hub: FakeHub, *arguments: str) -> subprocess.Popen[bytes]:
     return start_cli(home, *arguments, variables={"HF_ENDPOINT": hub.endpoint}, **streams)
 
 
+def test_a_list_tells_what_shows_the_rest_until_something_is_pulled(run: Run) -> None:
+    alone, everything = run("list"), run("list", "--all")
+    assert alone.stdout.splitlines()[1].startswith(b"tiny ") and b"localllm list --all" in alone.stderr
+    run("pull", NAME)
+    assert not everything.stderr and not run("list").stderr
+
+
 def test_a_pulled_model_is_listed_run_and_removed(run: Run) -> None:
     pulled = run("pull", NAME, "--json")
     assert pulled.returncode == 0, pulled.stderr

@@ -97,9 +97,6 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, "models": [row_fields(row) for row in rows]}, indent=2)
         return
-    if not rows:
-        output.note("no model is on this disk; `localllm list --all` shows what can be pulled")
-        return
     here = [row for row in rows if row.state != "available"]
     available = [row for row in rows if row.state == "available"]
     header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "TOTAL", "CONTEXT", "LICENCE", "FROM")
@@ -108,6 +105,8 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     if available:
         output.line()
         output.table(_TO_PULL, _by_maker(available), optional=("FROM", "LICENCE"))
+    if not everything and all(row.repo is None and not row.store for row in rows):
+        output.note("`localllm list --all` shows what can be pulled")
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
