@@ -15,7 +15,7 @@ from localllm import hub
 from localllm.hub.names import understand
 from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
-from localllm.registry import FAMILIES, load_registry
+from localllm.registry import load_registry
 
 SHAPES = Path(__file__).parent / "shapes.json"
 
@@ -30,27 +30,21 @@ class Shape:
 
 
 def shipped_shapes() -> dict[str, dict[str, Any]]:
-    """The objects of config.json by the names of models.toml, of each architecture that runs here. `tiny` is not among
-    them: it is in the package itself."""
-    return {name: raw for name, raw in _stated().items() if raw["model_type"] in FAMILIES}
+    """The objects of config.json by the names of models.toml. `tiny` is not among them: it is in the package itself."""
+    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
+    return shapes
 
 
 def find_shape(name: str) -> Shape:
     """The architecture of a model of the registry, on this disk or not; of another model where it is on this disk.
 
-    Raises ModelNotFoundError naming what the name may have been meant for, UnsupportedModelError for an architecture
-    that does not run here. Uses no network.
+    Raises ModelNotFoundError naming what the name may have been meant for. Uses no network.
     """
     registry = load_registry()
     reference = understand(name, registry)
-    raw = _stated().get(reference.entry.name) if reference.entry else None
+    raw = shipped_shapes().get(reference.entry.name) if reference.entry else None
     if raw is not None:
         return Shape(reference.name, parse_config(raw, f"the shape of {reference.name}"), raw)
     files = hub.locate(name, registry=registry)
     config = load_config(files.directory)
     return Shape(files.name, config, json.loads((files.directory / "config.json").read_text(encoding="utf-8")))
-
-
-def _stated() -> dict[str, dict[str, Any]]:
-    shapes: dict[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
-    return shapes

@@ -1,0 +1,67 @@
+"""Decoding with the embeddings of each layer in memory beside decoding with them on the disk, in one process by turns:
+`python -m benchmarks.offload_per_layer SPEC`, a JSON object.
+
+Before each stretch of the second kind the page cache is emptied of them, so that every token's row is read from the
+disk. Prints one JSON object: the tokens per second of each round, and the plan under a cap that does not hold them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.engines import answer, random_ids
+from benchmarks.measure import drop_from_cache
+from localllm.engine.engine import Engine
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.hub import locate
+from localllm.hub.packed import packed_directory
+from localllm.models.layout import EMBED
+from localllm.settings import EngineConfig
+
+
+@dataclass(frozen=True)
+class Spec:
+    folder: str
+    weights: str
+    ctx: int = 1024
+    prompt_tokens: int = 64
+    gen_tokens: int = 64
+    rounds: int = 5
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    files = locate(spec.folder)
+    config = EngineConfig(weights=spec.weights, ctx=spec.ctx, speculate="off")
+    engine = Engine.load(files, config, reuse=NO_REUSE)
+    table, *others = engine.residency.blocks
+    assert table.name == EMBED and engine.config.per_layer is not None
+    path = packed_directory(files, engine.model.weights) / f"{EMBED}.safetensors"
+    places = {"memory": table, "disk": replace(table, tier="disk")}
+    tok_s: dict[str, list[float]] = {name: [] for name in places}
+    said: dict[str, list[int]] = {}
+    for number in range(spec.rounds + 1):  # the first is a warm-up
+        prompts = [random_ids(spec.prompt_tokens, engine.config.vocab_size, number)]
+        for name, block in places.items():
+            engine.residency.move([block, *others])
+            if name == "disk":
+                drop_from_cache([path])
+            found = answer(engine, prompts, spec.gen_tokens)
+            said[name] = found.token_ids
+            if number:
+                tok_s[name].append(found.decode_tok_s)
+        assert said["memory"] == said["disk"]
+    plan = engine.plan
+    assert plan is not None
+    cap = plan.total_bytes("ram") - table.num_bytes // 2
+    engine.close()
+    capped = Engine.load(files, replace(config, ram=cap), reuse=NO_REUSE)
+    tiers = {block.name: block.tier for block in capped.residency.blocks if block.tier != "ram"}
+    capped.close()
+    return {"decode_tok_s": tok_s, "table_bytes": table.num_bytes, "cap_bytes": cap, "beside_memory": tiers}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Spec(**json.loads(sys.argv[1])))))
