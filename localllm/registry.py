@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen2_moe": "qwen2_moe",
         "qwen3_moe": "qwen3_moe",
         "qwen3_vl_moe": "qwen3_vl_moe",
+        "qwen3_vl_moe_text": "qwen3_vl_moe",
         "olmoe": "olmoe",
         "glm4_moe": "glm4_moe",
         "dots1": "dots1",

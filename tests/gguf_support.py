@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.gguf_metadata import ARCHITECTURES, factors_of, metadata_of
+
 gguf = pytest.importorskip("gguf")
 
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "phi3": "phi3",
-    "gemma2": "gemma2", "gemma3_text": "gemma3", "olmo2": "olmo2", "mixtral": "llama",
-    "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
-}  # fmt: skip
 _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-_PERMUTED, _DELTA = ("llama", "mistral", "mixtral"), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_OFFSET = ("gemma2", "gemma3_text", *_DELTA)
+_ENUMS["muse-glimmer"] = _ENUMS["afmoe"]  # which the package does not know: a model with the same tensors
+_PERMUTED = (
+    "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "arcee", "internlm3", "muse_glimmer_text",
+)  # fmt: skip
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OFFSET = ("gemma2", "gemma3_text", "nemotron", "muse_glimmer_text", *_DELTA)
 TypeOf = Callable[[str, tuple[int, ...]], Any]
 # Every type that is read, in the order in which the matrices of a mixed model have them.
 MIX = [
@@ -58,29 +60,33 @@ def write_gguf(
     """Write the text model of a folder with one safetensors file; tensors that the package cannot quantize are random
     codes.
 
-    metadata: keys beside those of the model's shape. beside: further tensors. is_early: as the first files of Qwen 3
-    Next are, with the rows of its wide projection as they were. Returns what the file means, by the names of a folder
-    of the text model alone.
+    metadata: keys beside those of the model's shape, or in their place; None takes one away. beside: further tensors.
+    is_early: as the first files of Qwen 3 Next are, with the rows of its wide projection as they were. Returns what the
+    file means, by the names of a folder of the text model alone.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     config = config.get("text_config", config)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, config, architecture)
-    for key, value in (metadata or tokenizer_metadata(checkpoint)).items():
-        _add(writer, key, value)
+    tensors = _cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
+    described = metadata_of(config, architecture) | _coefficients(tensors)
+    del described["general.architecture"]  # which the writer adds
+    for key, value in (described | (metadata or tokenizer_metadata(checkpoint))).items():
+        if value is not None:
+            _add(writer, key, value)
     meant: dict[str, NDArray[np.float32]] = {}
     names = gguf.get_tensor_name_map(_ENUMS[architecture], config["num_hidden_layers"])
-    tensors = _cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
     for plain, tensor in tensors.items():
         name = names.get_name(plain.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert name is not None, plain
+        name += ".weight" if name.endswith("_exps") else ""
         values = np.ascontiguousarray(_as_stored(plain, tensor.float().numpy(), config))
         kind = type_of(name, values.shape)
         data = encoded(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         meant[plain] = _as_stored(plain, gguf.quants.dequantize(data, kind).reshape(values.shape), config, back=True)
-    for name, values in (beside or {}).items():
+    lists = {name: np.array(values, np.float32) for name, values in factors_of(config).items()}
+    for name, values in (lists | _head_scales(config) | dict(beside or {})).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -163,63 +169,6 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _describe(writer: Any, config: Mapping[str, Any], architecture: str) -> None:
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    extra = config.get("mtp_num_hidden_layers", 0)
-    numbers = {
-        "block_count": config["num_hidden_layers"] + extra,
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": hidden,
-        "attention.head_count": heads,
-        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(_theta(config)),
-        "rope.dimension_count": int(head_dim * _rotating_share(config)),
-        "vocab_size": config["vocab_size"],
-    }
-    if "intermediate_size" in config:
-        numbers["feed_forward_length"] = config["intermediate_size"]
-    if extra:
-        numbers["nextn_predict_layers"] = extra
-    if config.get("sliding_window") and architecture in ("gemma2", "gemma3", "phi3"):
-        numbers["attention.sliding_window"] = config["sliding_window"]
-    if architecture == "gemma2":
-        numbers["attn_logit_softcapping"] = float(config["attn_logit_softcapping"])
-        numbers["final_logit_softcapping"] = float(config["final_logit_softcapping"])
-    if "num_experts" in config or "num_local_experts" in config:
-        numbers["expert_count"] = config.get("num_experts") or config["num_local_experts"]
-        numbers["expert_used_count"] = config["num_experts_per_tok"]
-        if "moe_intermediate_size" in config:
-            numbers["expert_feed_forward_length"] = config["moe_intermediate_size"]
-        if "shared_expert_intermediate_size" in config:
-            numbers["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
-    if config["model_type"] in _DELTA:
-        numbers |= {
-            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-            "ssm.state_size": config["linear_key_head_dim"],
-            "ssm.group_count": config["linear_num_key_heads"],
-            "ssm.time_step_rank": config["linear_num_value_heads"],
-            "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-            "full_attention_interval": config.get("full_attention_interval", 4),
-        }
-    for key, value in numbers.items():
-        _add(writer, f"{architecture}.{key}", value)
-
-
-def _rotating_share(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0))
-
-
-def _theta(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    return float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
-
-
 def _as_stored(
     name: str, values: NDArray[np.float32], config: Mapping[str, Any], *, back: bool = False
 ) -> NDArray[np.float32]:
@@ -231,7 +180,8 @@ def _as_stored(
             values.reshape(heads, -1, 2, *values.shape[1:]) if back else values.reshape(heads, 2, -1, *values.shape[1:])
         )
         return two.swapaxes(1, 2).reshape(values.shape)
-    if kind in _OFFSET and name.endswith("norm.weight") and ".linear_attn." not in name:
+    is_last = kind == "muse_glimmer_text" and name == "model.norm.weight"
+    if kind in _OFFSET and name.endswith("norm.weight") and ".linear_attn." not in name and not is_last:
         return values - 1 if back else values + 1
     if name.endswith("A_log"):
         values = np.log(-values) if back else -np.exp(values)
@@ -240,6 +190,27 @@ def _as_stored(
     if ".linear_attn." in name and kind != "qwen3_next":
         return _with_moved_heads(name, values, config, back=back)
     return values
+
+
+def _coefficients(tensors: dict[str, Any]) -> dict[str, list[float]]:
+    """What xIELU has learnt, taken out of the tensors: a list for all layers under the key of each."""
+    names = [name for name in tensors if ".act_fn." in name]
+    parts = {name.rpartition(".")[2]: [] for name in names}
+    for name in sorted(names, key=lambda name: int(name.split(".")[2])):
+        parts[name.rpartition(".")[2]].append(float(tensors.pop(name)))
+    return {f"xielu.{part}": values for part, values in parts.items()}
+
+
+def _head_scales(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """Muse Glimmer's scale of queries, as the weights of a norm that has none."""
+    if config["model_type"] != "muse_glimmer_text":
+        return {}
+    scales = {"q": config["qk_scale_factor"], "k": 1.0}
+    return {
+        f"blk.{layer}.attn_{part}_norm.weight": np.full(config["head_dim"], scale, np.float32)
+        for layer in range(config["num_hidden_layers"])
+        for part, scale in scales.items()
+    }
 
 
 def _with_moved_heads(
@@ -267,7 +238,8 @@ def _moved(rows: NDArray[np.float32], keys: int, own: int, head_rows: int, *, ba
 
 def _of_text(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's tensors, by the names that they have where there is no other."""
-    return {name.replace(".language_model.", "."): each for name, each in tensors.items() if ".visual." not in name}
+    of_text = (name for name in tensors if not re.search(r"\b(?:visual|vision_\w+)\.", name))
+    return {name.replace(".language_model.", "."): tensors[name] for name in of_text}
 
 
 def _runs(config: Mapping[str, Any]) -> tuple[int, list[int]]:
@@ -278,11 +250,16 @@ def _runs(config: Mapping[str, Any]) -> tuple[int, list[int]]:
 
 
 def _cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -> dict[str, Any]:
-    """The tensors with queries, keys and values in one matrix, and their gates in another."""
+    """The tensors with queries, keys and values in one matrix, and their gates in another; so are those of experts, and
+    what goes up beside them."""
     import torch
 
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
+            found |= {name.replace("gate_up", part): half for part, half in halves}
+            continue
         if is_early or not name.endswith("in_proj_qkvz.weight"):
             found[name] = tensor
             continue
@@ -305,16 +282,16 @@ def _uncut(tensors: Mapping[str, NDArray[np.float32]], config: Mapping[str, Any]
 
 
 def _with_stacked_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    import re
-
+    """The tensors with those of all experts of a layer as one, and of the norms of all heads."""
     import torch
 
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, Any]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        match = re.fullmatch(r"(.*)\.(?:experts|norms)\.(\d+)((?:\.\w+)?)\.weight", name)
         if match:
-            experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = tensor
+            stem = f"{match[1]}.experts" if match[3] else match[1]
+            experts.setdefault(f"{stem}{match[3]}.weight", {})[int(match[2])] = tensor
         else:
             found[name] = tensor
     return found | {name: torch.stack([parts[i] for i in sorted(parts)]) for name, parts in experts.items()}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,137 +20,31 @@ from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
-from localllm.layers.config import AttentionConfig, DeltaNetConfig
-from localllm.models.architecture import LayerConfig
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, QueryGrowth
 from localllm.models.families import parse_config
-from localllm.models.fields import Fields
-from localllm.models.layout import block_layouts
-from localllm.models.rope_fields import FULL, LINEAR, SLIDING, partial_rotary_factor, rope_sections
+from localllm.models.layout import COEFFICIENTS, block_layouts
+from localllm.models.rope_fields import FULL, LINEAR
+from tests.gguf_metadata import (
+    ARCHITECTURES,
+    as_stored,
+    assert_same_model,
+    factors_of,
+    llama3_factors,
+    metadata_of,
+)
 from tests.thinning import examples
 
 Locate = Callable[[str], Path]
 
-# model_type of a config.json -> GGUF's architecture
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "olmo2": "olmo2",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe",
-    "glm4_moe": "glm4moe",
-    "dots1": "dots1",
-    "ernie4_5_moe": "ernie4_5-moe",
-    "granitemoe": "granitemoe",
-    "phimoe": "phimoe",
-    "minimax_m2": "minimax-m2",
-    "hunyuan_v1_moe": "hunyuan-moe",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-}
 REAL = [
     *("Mixtral-8x7B-v0.1", "codellama_7b", "gemma2_9b", "gemma3_1b_it", "llama-3.3-70b-instruct", "llama2_7b"),
     *("llama3_1_8b", "llama3_2_1b", "mistral_7b_v03", "olmo2_7b", "phi-3_5", "phi-4", "qwen2.5-7b", "qwen2.5_3b"),
     *("qwen2_0_5b", "qwen3-30b-a3b", "qwen3-8b", "qwen3_0.6b", "smollm2_135m", "tinyllama_1b_chat_v1.0"),
 ]
-# Keys of a config.json, any of them, and GGUF's for them.
-KEYS = {
-    "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
-    "LLM.EMBEDDING_LENGTH": ("hidden_size",),
-    "LLM.FEED_FORWARD_LENGTH": ("intermediate_size",),
-    "LLM.EXPERT_COUNT": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "moe_k", "moe_topk"),
-    "LLM.EXPERT_SHARED_COUNT": ("n_shared_experts", "moe_num_shared_experts"),
-    "LLM.EXPERT_WEIGHTS_SCALE": ("routed_scaling_factor",),
-    "LLM.EXPERT_WEIGHTS_NORM": ("norm_topk_prob",),
-    "LLM.EXPERT_GROUP_COUNT": ("n_group",),
-    "LLM.EXPERT_GROUP_USED_COUNT": ("topk_group",),
-    "LLM.LEADING_DENSE_BLOCK_COUNT": ("first_k_dense_replace", "moe_layer_start_index"),
-    "LLM.INTERLEAVE_MOE_LAYER_STEP": ("moe_layer_interval",),
-    "LLM.ATTN_LOGIT_SOFTCAPPING": ("attn_logit_softcapping",),
-    "LLM.FINAL_LOGIT_SOFTCAPPING": ("final_logit_softcapping",),
-    "LLM.EMBEDDING_SCALE": ("embedding_multiplier",),
-    "LLM.RESIDUAL_SCALE": ("residual_multiplier",),
-    "LLM.LOGIT_SCALE": ("logits_scaling",),
-    "LLM.FULL_ATTENTION_INTERVAL": ("full_attention_interval",),
-    "SSM.CONV_KERNEL": ("linear_conv_kernel_dim",),
-    "SSM.STATE_SIZE": ("linear_key_head_dim",),
-    "SSM.GROUP_COUNT": ("linear_num_key_heads",),
-    "SSM.TIME_STEP_RANK": ("linear_num_value_heads",),
-    "Attention.SCALE": ("attention_multiplier",),
-    "Attention.HEAD_COUNT": ("num_attention_heads",),
-    "Attention.HEAD_COUNT_KV": ("num_key_value_heads",),
-    "Attention.KEY_LENGTH": ("head_dim",),
-    "Attention.VALUE_LENGTH": ("head_dim",),
-    "Attention.LAYERNORM_RMS_EPS": ("rms_norm_eps",),
-}
-
-
-def as_stored(value: Any) -> Any:
-    """Numbers with a fraction are fp32 in a file."""
-    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
-
-
-def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
-    """What llama.cpp's conversion writes of a config.json, under the names of the gguf package."""
-    keys = pytest.importorskip("gguf").Keys
-
-    def name_of(path: str) -> str:
-        group, name = path.split(".")
-        template: str = getattr(getattr(keys, group), name)
-        return template.format(arch=architecture)
-
-    found: dict[str, object] = {keys.General.ARCHITECTURE: architecture}
-    for path, names in KEYS.items():
-        value = next((raw[name] for name in names if raw.get(name) is not None), None)
-        if value is not None:
-            found[name_of(path)] = value
-    if "linear_value_head_dim" in raw:
-        found[name_of("SSM.INNER_SIZE")] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
-    extra = raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0
-    if "linear_attention" in (raw.get("layer_types") or ()):
-        kinds = [kind == "linear_attention" for kind in raw["layer_types"]] + [False] * extra
-        found[f"{architecture}.attention.recurrent_layers"] = kinds  # which the package does not know
-    found[name_of("LLM.BLOCK_COUNT")] = raw["num_hidden_layers"] + extra
-    if extra:
-        found[name_of("LLM.NEXTN_PREDICT_LAYERS")] = extra
-    if raw["model_type"] in ("phi3", "phimoe", "gemma2", "gemma3_text"):
-        found[name_of("Attention.SLIDING_WINDOW")] = raw.get("sliding_window") or 0
-    fields = Fields(raw, "config.json")
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    default_share = {"glm4_moe": 0.5, "minimax_m2": raw.get("rotary_dim", head_dim) / head_dim}
-    share = default_share.get(raw["model_type"], 1.0)
-    share = share if partial_rotary_factor(fields) == 1.0 else partial_rotary_factor(fields)
-    found[name_of("Rope.DIMENSION_COUNT")] = int(head_dim * share)
-    sections = rope_sections(fields)
-    theta = sections[FULL].raw.get("rope_theta") or raw.get("rope_theta")
-    if theta is not None:
-        found[name_of("Rope.FREQ_BASE")] = float(theta)
-    if raw["model_type"] == "gemma3_text" and (local := sections[SLIDING].raw.get("rope_theta")):
-        found[name_of("Rope.FREQ_BASE_SWA")] = local
-    kind = sections[FULL].raw.get("rope_type", sections[FULL].raw.get("type"))
-    if kind in ("linear", "yarn", "longrope"):
-        found[name_of("Rope.SCALING_TYPE")] = kind
-    if kind in ("linear", "yarn"):
-        found[name_of("Rope.SCALING_FACTOR")] = sections[FULL].raw["factor"]
-    for key, path in {"beta_fast": "SCALING_YARN_BETA_FAST", "beta_slow": "SCALING_YARN_BETA_SLOW"}.items():
-        if kind == "yarn" and key in sections[FULL].raw:
-            found[name_of(f"Rope.{path}")] = sections[FULL].raw[key]
-    original = raw.get("original_max_position_embeddings") or sections[FULL].raw.get("original_max_position_embeddings")
-    if original is not None and kind in ("yarn", "longrope"):
-        found[name_of("Rope.SCALING_ORIG_CTX_LEN")] = original
-    if raw.get("bos_token_id") is not None:
-        found[keys.Tokenizer.BOS_ID] = raw["bos_token_id"]
-    for token in parse_config(raw, "config.json").eos_token_ids[:1]:
-        found[keys.Tokenizer.EOS_ID] = token
-    return {name: as_stored(value) for name, value in found.items()}
+# Matrices that are stored as one.
+FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "chatglm": ("gate_up_proj",), "glm4": ("gate_up_proj",)}
+# The package does not know Muse Glimmer.
+MODEL_TYPES = [model_type for model_type in ARCHITECTURES if model_type != "muse_glimmer_text"]
 
 
 def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -167,20 +59,23 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
         # The package knows a correction and a step by the names that its conversion gives them.
         known = plain.replace("e_score_correction_bias", "e_score_correction.bias")
         known = known.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+        for theirs, ours in reversed(config.stored.renames) if architecture == "glm4" else ():
+            known = known.replace(ours, theirs)
         name = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert name is not None, plain
         found[name if re.search(r"\.(weight|bias|ssm_a)$", name) else f"{name}.weight"] = shape, plain
 
     for block in block_layouts(config):
         for matrix in block.matrices:
-            fused = architecture == "phi3" and matrix.name in ("qkv_proj", "gate_up_proj")
+            fused = matrix.name in FUSED.get(architecture, ())
             parts = {matrix.stored: matrix.out_features} if fused else matrix.parts
             for part, rows in parts.items():
                 add(f"{part}.weight", (rows, matrix.in_features))
                 if matrix.has_bias:
                     add(f"{part}.bias", (rows,))
         for vector in block.vectors:
-            add(vector.stored, (vector.features,))
+            if vector.name != COEFFICIENTS:  # which are in the metadata
+                add(vector.stored, (vector.features,))
         if block.experts is not None:
             count, width = block.experts.num_experts, block.experts.config.intermediate_size
             hidden = config.hidden_size
@@ -193,39 +88,6 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
     return found
 
 
-def factors_of(raw: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The tensors of rotary factors that llama.cpp's conversion writes."""
-    fields = Fields(raw, "config.json")
-    rope = rope_sections(fields)[FULL].raw
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind == "longrope":
-        return {
-            LONG_FACTORS: [as_stored(float(factor)) for factor in rope["long_factor"]],
-            SHORT_FACTORS: [as_stored(float(factor)) for factor in rope["short_factor"]],
-        }
-    if kind != "llama3":
-        return {}
-    dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    theta = rope.get("rope_theta") or raw["rope_theta"]
-    return {LLAMA3_FACTORS: llama3_factors(theta, dim, rope)}
-
-
-def llama3_factors(theta: float, dim: int, rope: Mapping[str, Any]) -> list[float]:
-    factors = []
-    low, high = (rope[f"{name}_freq_factor"] for name in ("low", "high"))
-    original = rope["original_max_position_embeddings"]
-    for index in range(0, dim, 2):
-        wavelength = 2 * math.pi * theta ** (index / dim)
-        if wavelength < original / high:
-            factors.append(1.0)
-        elif wavelength > original / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (original / wavelength - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return [as_stored(factor) for factor in factors]
-
-
 def converted(raw: Mapping[str, Any]) -> dict[str, Any]:
     architecture = ARCHITECTURES[raw["model_type"]]
     shapes = {name: shape for name, (shape, _) in tensors_of(raw, architecture).items()}
@@ -234,32 +96,11 @@ def converted(raw: Mapping[str, Any]) -> dict[str, Any]:
     return hf_config(metadata_of(raw, architecture), shapes, factors)
 
 
-def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    ours, theirs = (vars(parse_config(each, "config.json")).copy() for each in (json.loads(json.dumps(made)), raw))
-    for config in (ours, theirs):
-        config.pop("dtype")
-        config.pop("draft_head", None)
-        config["eos_token_ids"] = config["eos_token_ids"][:1]  # a file names one
-        config["layers"] = [with_stored_factors(layer) for layer in config["layers"]]
-    if raw["model_type"] == "mistral":
-        assert ours.pop("model_type") == "llama"
-        theirs.pop("model_type")
-    assert ours == theirs
-
-
-def with_stored_factors(layer: LayerConfig) -> LayerConfig:
-    if not isinstance(layer.mixer, AttentionConfig):
-        return layer
-    rope = layer.mixer.rope
-    short, long = (tuple(map(as_stored, factors)) for factors in (rope.short_factor, rope.long_factor))
-    return replace(layer, mixer=replace(layer.mixer, rope=replace(rope, short_factor=short, long_factor=long)))
-
-
 # Names
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_tensor_has_the_name_that_its_block_reads(model_type: str) -> None:
     architecture = ARCHITECTURES[model_type]
     for name, (_, plain) in tensors_of(config_of_transformers(model_type), architecture).items():
@@ -267,7 +108,7 @@ def test_every_tensor_has_the_name_that_its_block_reads(model_type: str) -> None
         assert holds_weights(name)
 
 
-@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES.values())))
+@pytest.mark.parametrize("architecture", sorted({ARCHITECTURES[model_type] for model_type in MODEL_TYPES}))
 def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) -> None:
     gguf = pytest.importorskip("gguf")
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -312,15 +153,16 @@ def test_the_rows_of_permuted_heads_come_back() -> None:
     # As `GgufForm` says.
     read = stored.reshape(heads, head_dim // 2, 2, K).swapaxes(1, 2).reshape(weight.shape)
     assert (read == weight).all()
-    # ERNIE's heads are in pairs in Hugging Face's form as well.
+    permuted = {"llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee", "muse-glimmer"}
+    paired_as_they_were = {"ernie4_5", "ernie4_5-moe", "chatglm", "glm4", "cohere2"}
     paired = {name for name in ARCHITECTURES.values() if stored_form(name).pairs_heads}
-    assert paired == {"llama", "granitemoe", "ernie4_5-moe"}
+    assert paired == permuted | paired_as_they_were
 
 
 def test_the_forms_of_architectures() -> None:
-    """As llama.cpp's conversion has them: `modify_tensors` in conversion/gemma.py and conversion/qwen.py."""
+    """As llama.cpp's conversion has them: `modify_tensors` in its files for these models."""
     names = set(ARCHITECTURES.values())
-    with_offset = {"gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe"}
+    with_offset = {"gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron", "muse-glimmer"}
     assert {name for name in names if stored_form(name).norm_offset} == with_offset
     assert {name for name in names if stored_form(name).tiles_value_heads} == {"qwen35", "qwen35moe"}
 
@@ -333,6 +175,8 @@ FEW: dict[str, dict[str, object]] = {
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "vocab_size": 999},
     "qwen3_moe": {"norm_topk_prob": True},
     "glm4_moe": {"num_attention_heads": 64, "n_routed_experts": 16, "use_qk_norm": True},
+    "qwen3_vl_text": {"bos_token_id": 7},
+    "starcoder2": {"sliding_window": 4096},
     "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 4, "sliding_window": None},
     **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phimoe")},
 }
@@ -356,10 +200,10 @@ def test_a_real_config_comes_back(name: str, shared_data: Locate) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_config_of_each_family_comes_back(model_type: str, tied: bool) -> None:
-    if model_type == "gemma2" and not tied:
-        pytest.skip("no Gemma 2 has a head of its own")
+    if model_type in ("gemma2", "cohere2") and not tied:
+        pytest.skip("none of these has a head of its own")
     raw = config_of_transformers(model_type, tie_word_embeddings=tied)
     assert_same_model(converted(raw), raw)
 
@@ -541,14 +385,34 @@ def test_experts_alone_need_no_other_width() -> None:
         hf_config(metadata, shapes)
 
 
+def test_what_a_file_does_not_say_is_known_of_its_architecture() -> None:
+    def read(architecture: str, **keys: object) -> dict[str, object]:
+        return hf_config(*small(architecture, **keys))
+
+    growing = read("mistral3", attention__temperature_scale=0.5, rope__scaling__original_context_length=32)
+    assert parse_config(growing, "config.json").attentions[0].growth == QueryGrowth(0.5, 32)
+    assert read("mistral3")["model_type"] == "mistral"
+    assert read("olmo2")["model_type"] == "olmo2"
+    windowed = parse_config(read("olmo2", block_count=8, attention__sliding_window=16), "config.json")
+    assert windowed.windows == (16, 16, 16, None) * 2  # every fourth, where the file has no pattern
+    assert read("exaone4", block_count=64)["sliding_window"] == 4096
+    assert read("exaone4", block_count=30)["sliding_window"] is None
+    eps = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
+    assert parse_config(read("starcoder2", **eps), "config.json").windows == (4096, 4096)
+    with pytest.raises(CheckpointError, match=r"cohere2\.logit_scale"):
+        read("cohere2", **eps)
+    with pytest.raises(CheckpointError, match=r"nemotron\.attention\.layer_norm_epsilon"):
+        read("nemotron")
+
+
 def test_ids_that_end_a_text() -> None:
     keys = {f"tokenizer.ggml.{name}_token_id": index for name, index in {"eos": 1, "eot": 3, "eom": 1}.items()}
     assert eos_ids(keys) == [1, 3]
-    tokens = ["a", "</s>", "<|im_end|>", "<|eot_id|>", "<|end|>"]
-    table = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 4, 1]}
-    assert eos_ids({**keys, **table}) == [1, 3, 2]  # <|end|> is an ordinary token there
+    tokens = ["a", "</s>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|observation|>"]
+    table = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 4, 1, 3]}
+    assert eos_ids({**keys, **table}) == [1, 3, 2, 5]  # <|end|> is an ordinary token there
     hostile = {"tokenizer.ggml.eos_token_id": [1], "tokenizer.ggml.eot_token_id": 1 << 60, **table}
-    assert eos_ids(hostile) == [1, 2, 3]
+    assert eos_ids(hostile) == [1, 2, 3, 5]
     assert eos_ids({}) == []
 
 
@@ -560,8 +424,10 @@ def test_ids_that_end_a_text() -> None:
         ({"general.architecture": "llama", "general.type": "adapter"}, "LoRA adapter"),
         ({"general.type": "imatrix", "general.architecture": "llama"}, "importance matrix"),
         ({"general.architecture": "mamba2"}, "'mamba2' cannot run here"),
-        (small("olmo2", attention__sliding_window=4096)[0], "OLMo 3"),
-        (small("mistral3", attention__temperature_scale=0.1)[0], "Ministral 3"),
+        (small("mistral3", expert_count=8)[0], "experts"),
+        (small("granite", rope__scaling__finetuned=False)[0], "do not rotate"),
+        (small("glm4", rope__dimension_sections=[4, 2, 2, 0])[0], "GLM-4V"),
+        (small("muse-glimmer", logit_scale=1.0)[0], "weights that differ"),
         (small("qwen3", attention__causal=False)[0], "both directions"),
         (small("llama", attention__value_length=32)[0], "values of another size"),
         (small("llama", rope__scaling__type="spiral")[0], "RoPE scaling 'spiral'"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -30,6 +31,7 @@ from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
 from tests.checkpoints import linear, write_checkpoint
+from tests.gguf_metadata import assert_same_model
 from tests.gguf_support import TypeOf, all_of, mixed, tokenizer_metadata, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
@@ -48,14 +50,50 @@ NAMES = [
 ]  # fmt: skip
 
 
+# Families whose files are compared with their checkpoints, and what the format cannot say of them otherwise.
+AS_STORED = {
+    "ministral3": {},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "olmo3": {},
+    "olmo3-yarn": {"attention_bias": False},
+    "granite": {},
+    "glm": {"head_dim": 16},
+    "glm4": {},
+    "seed_oss": {},
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "exaone4": {},
+    "exaone4-full": {},
+    "apertus": {},
+    "arcee": {},
+    "cohere2": {},
+    "qwen3_vl": {},
+    "qwen3_vl_moe": {},
+    "qwen2_5_vl": {},
+    "muse_glimmer": {},
+    "internlm3": {"bias": False, "qkv_bias": False},
+    "stablelm": {},
+    "stablelm-parallel": {},
+    "starcoder2": {"sliding_window": 4096},
+    "nemotron": {},
+}
+
+
 pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
+def write_model(
+    tmp_path: Path, family: str, type_of: TypeOf, *, is_early: bool = False
+) -> dict[str, NDArray[np.float32]]:
+    """Write a checkpoint and the file that is made of it, and return what the file means."""
+    write_checkpoint(tmp_path / "checkpoint", family, **(WIDE | OTHERS.get(family, {})))
+    return write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", type_of, is_early=is_early)
 
 
 def written(tmp_path: Path, family: str, type_of: TypeOf, *, is_early: bool = False) -> tuple[Any, hub.ModelFiles]:
     """The peer with the weights that the file means, and the file. is_early: see `write_gguf`."""
     folder = tmp_path / "checkpoint"
-    write_checkpoint(folder, family, **(WIDE | OTHERS.get(family, {})))
-    meant = write_gguf(folder, tmp_path / "model.gguf", type_of, is_early=is_early)
+    meant = write_model(tmp_path, family, type_of, is_early=is_early)
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in meant.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -89,9 +127,27 @@ def test_a_gguf_model_computes_what_transformers_computes_with_its_weights(famil
     assert float(likeness.median()) > 0.99  # activations are in INT8, and a router may choose another expert
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", AS_STORED)
+@torch.inference_mode()
+def test_a_gguf_model_is_the_checkpoint_that_it_was_made_of(family, tmp_path):
+    folder, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    write_checkpoint(folder, family, **AS_STORED[family])
+    write_gguf(folder, path, all_of("F32"))
+    files = hub.locate(str(path))
+    made, raw = (json.loads((each / "config.json").read_text()) for each in (files.directory, folder))
+    assert_same_model(
+        made, raw.get("text_config", {}) | raw | {"model_type": raw.get("text_config", raw)["model_type"]}
+    )
+    loaded = [Engine.load(each, EngineConfig(device="cpu", dtype="fp32")) for each in (files, hub.locate(str(folder)))]
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours, theirs = (logits(engine, ids) for engine in loaded)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "muse_glimmer"])
 def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family, tmp_path):
-    _, files = written(tmp_path, family, mixed())
+    write_model(tmp_path, family, mixed())
+    files = hub.locate(str(tmp_path / "model.gguf"))
     config = load_config(files.directory)
     with Checkpoint.open(files.directory, config.stored) as checkpoint:
         exact, sizes = CheckpointBlocks(checkpoint, config, RECIPES["fp32"]), kept_weights(checkpoint, config)
@@ -134,6 +190,15 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(family, tmp_path):
     assert (len(config.layers), config.stored.num_extra_layers) == (4, 1)
     with Checkpoint.open(files.directory, config.stored) as checkpoint:
         CheckpointBlocks(checkpoint, config, RECIPES["fp32"]).check()
+
+
+@pytest.mark.parametrize("values", [[0.5, 0.5, 0.5], None])
+def test_coefficients_that_are_no_list_for_all_layers_are_refused_by_their_key(values, tmp_path):
+    folder, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    write_checkpoint(folder, "apertus")
+    write_gguf(folder, path, all_of("F16"), {**tokenizer_metadata(folder), "xielu.beta": values})
+    with pytest.raises(CheckpointError, match=r"xielu\.beta"):
+        hub.locate(str(path))
 
 
 def test_decays_that_are_none_are_refused_by_their_name(tmp_path):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
-from localllm.gguf.metadata import MAX_LAYERS, MOST, Json, Metadata, Shape
+from localllm.gguf.metadata import MAX_LAYERS, MOST, Json, Metadata, Shape, decimal
+from localllm.gguf.names import HEAD_NORMS
 from localllm.gguf.rope import DEFAULT_THETA, rope_scaling
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -18,7 +19,7 @@ _PER_LAYER, _RECURRENT = "attention.sliding_window_pattern", "attention.recurren
 _SPECIAL = (3, 4)  # token types: control, user-defined
 _ENDINGS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
-    | {"<eos>", "</s>", "<EOT>", "[e~["}
+    | {"<eos>", "</s>", "<EOT>", "[e~[", "<|observation|>"}
 )
 _NOT_MODELS = {
     "adapter": ("a LoRA adapter", "give the GGUF file of the model that it was made for; adapters are not applied"),
@@ -102,11 +103,17 @@ def _common(file: Metadata) -> Json:
         "num_key_value_heads": file.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.integer("context_length"),
-        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        # Where norms are by mean and variance, there is the other key alone.
+        "rms_norm_eps": file.number(
+            "attention.layer_norm_rms_epsilon", file.optional_number("attention.layer_norm_epsilon")
+        ),
         "rope_theta": file.number("rope.freq_base", DEFAULT_THETA),
+        "rope_local_base_freq": file.optional_number("rope.freq_base_swa"),
         "rope_scaling": rope_scaling(file),
         "sliding_window": file.window,
         "attention_bias": file.has_bias,
+        "use_bias": file.has_bias,
+        "mlp_bias": file.has("ffn_down.bias"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": _bos_id(file.keys),
         "eos_token_id": eos_ids(file.keys) or None,
@@ -128,31 +135,35 @@ def _share(rotary_dim: int, head_dim: int) -> float:
 # What each architecture has besides
 
 
+def _plain(model_type: str, **keys: object) -> Callable[[Metadata], Json]:
+    """Return what reads a file that says nothing besides."""
+    return lambda _: {"model_type": model_type, **keys}
+
+
 def _llama(file: Metadata) -> Json:
     if file.integer("expert_count", 0):
         own = {"num_local_experts": file.integer("expert_count"), **_top_k(file)}
         return {"model_type": "mixtral", "sliding_window": None, **own}
-    return {"model_type": "llama", "mlp_bias": file.has("ffn_down.bias")}
+    return {"model_type": "llama"}
 
 
 def _mistral3(file: Metadata) -> Json:
-    if file.number("attention.temperature_scale", 0.0):
-        raise file.unsupported("queries that are scaled by their positions (Ministral 3)")
     if file.integer("expert_count", 0):
         raise file.unsupported("experts")
-    return {"model_type": "mistral"}
-
-
-def _qwen2(_: Metadata) -> Json:
-    return {"model_type": "qwen2", "use_sliding_window": False}
-
-
-def _qwen3(_: Metadata) -> Json:
-    return {"model_type": "qwen3", "use_sliding_window": False}
+    growth = file.number("attention.temperature_scale", 0.0)
+    if not growth:
+        return {"model_type": "mistral"}
+    trained = file.integer("rope.scaling.original_context_length", file.integer("context_length"))
+    rope = {"rope_type": "default", **(rope_scaling(file) or {}), "original_max_position_embeddings": trained}
+    return {"model_type": "ministral3", "rope_scaling": {**rope, "llama_4_scaling_beta": growth}}
 
 
 def _qwen3moe(file: Metadata) -> Json:
     return {"model_type": "qwen3_moe", "use_sliding_window": False, "norm_topk_prob": True, **_experts(file)}
+
+
+def _qwen3vlmoe(file: Metadata) -> Json:
+    return {**_qwen3moe(file), "model_type": "qwen3_vl_moe_text"}
 
 
 def _qwen2moe(file: Metadata) -> Json:
@@ -218,9 +229,76 @@ def _gemma3(file: Metadata) -> Json:
 
 
 def _olmo2(file: Metadata) -> Json:
-    if file.window:
-        raise file.unsupported("a sliding window (OLMo 3)")
-    return {"model_type": "olmo2"}
+    return {"model_type": "olmo3", "layer_types": _layer_types(file, 4)} if file.window else {"model_type": "olmo2"}
+
+
+def _glm4(file: Metadata) -> Json:
+    if file.keys.get(f"{file.architecture}.rope.dimension_sections"):
+        raise file.unsupported("positions in several directions (GLM-4V)")
+    return {"model_type": "glm4"}
+
+
+def _seed_oss(file: Metadata) -> Json:
+    return {"model_type": "seed_oss", "attention_out_bias": file.has("attn_output.bias")}
+
+
+def _exaone4(file: Metadata) -> Json:
+    window = 4096 if file.num_layers == 64 else None  # of the 32B, whose first files do not say it
+    return {"model_type": "exaone4", "sliding_window": file.window or window, "layer_types": _layer_types(file, 4)}
+
+
+def _apertus(_: Metadata) -> Json:
+    return {"model_type": "apertus", "rope_parameters": {}}  # which would be scaled where nothing is said
+
+
+def _cohere2(file: Metadata) -> Json:
+    return {
+        "model_type": "cohere2",
+        "layer_norm_eps": file.number("attention.layer_norm_epsilon"),
+        "logit_scale": file.number("logit_scale"),
+        "layer_types": _layer_types(file, 4),
+    }
+
+
+def _muse_glimmer(file: Metadata) -> Json:
+    kinds, theta = _layer_types(file, 4), file.number("rope.freq_base", DEFAULT_THETA)
+    return {
+        "model_type": "muse_glimmer_text",
+        "layer_types": kinds,
+        "layer_rope_theta": [theta if kind == _SLIDING else 0 for kind in kinds],
+        "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
+        "output_multiplier": file.number("logit_scale"),
+        "qk_scale_factor": _query_scale(file),
+    }
+
+
+def _query_scale(file: Metadata) -> float:
+    """Return the number that all weights of the norms of queries are; those of keys are 1."""
+    lists = file.factors.items()
+    scales, ones = ({each for name, values in lists if part in name for each in values} for part in HEAD_NORMS)
+    if len(scales) != 1 or ones != {1.0}:
+        raise file.unsupported("norms of queries or keys with weights that differ")
+    return decimal(scales.pop())
+
+
+def _stablelm(file: Metadata) -> Json:
+    return {
+        "model_type": "stablelm",
+        "layer_norm_eps": file.number("attention.layer_norm_epsilon"),
+        "use_qkv_bias": file.has_bias,
+        "qk_layernorm": file.has("attn_q_norm.weight"),
+        "use_parallel_residual": not file.has("ffn_norm.weight"),  # the key of this name is true for models without it
+    }
+
+
+def _starcoder2(file: Metadata) -> Json:
+    # All published ones have this window, which GGUF does not store.
+    window, eps = file.window or 4096, file.number("attention.layer_norm_epsilon")
+    return {"model_type": "starcoder2", "sliding_window": window, "norm_epsilon": eps}
+
+
+def _nemotron(file: Metadata) -> Json:
+    return {"model_type": "nemotron", "norm_eps": file.number("attention.layer_norm_epsilon")}
 
 
 def _olmoe(file: Metadata) -> Json:
@@ -245,8 +323,13 @@ def _ernie(file: Metadata) -> Json:
         "moe_intermediate_size": file.width("ffn_down_exps.weight"),
         "moe_layer_start_index": file.integer("leading_dense_block_count", 0),
         "moe_layer_interval": file.integer("interleave_moe_layer_step", 1),
-        "use_bias": file.has_bias,
     }
+
+
+def _granite(file: Metadata) -> Json:
+    if file.get("rope.scaling.finetuned") is False:
+        raise file.unsupported("queries and keys that do not rotate")
+    return {"model_type": "granite", **_multipliers(file)}
 
 
 def _granitemoe(file: Metadata) -> Json:
@@ -256,11 +339,17 @@ def _granitemoe(file: Metadata) -> Json:
         "model_type": "granitemoe",
         "intermediate_size": file.width("ffn_down_exps.weight"),
         "num_local_experts": file.integer("expert_count"),
+        **_multipliers(file),
+        **_top_k(file),
+    }
+
+
+def _multipliers(file: Metadata) -> Json:
+    return {
         "embedding_multiplier": file.number("embedding_scale", 1.0),
         "residual_multiplier": file.number("residual_scale", 1.0),
         "attention_multiplier": file.number("attention.scale", 1.0),
         "logits_scaling": file.number("logit_scale", 1.0),
-        **_top_k(file),
     }
 
 
@@ -372,8 +461,10 @@ _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
         "llama": _llama,
         "mistral3": _mistral3,
-        "qwen2": _qwen2,
-        "qwen3": _qwen3,
+        "qwen2": _plain("qwen2", use_sliding_window=False),
+        "qwen3": _plain("qwen3", use_sliding_window=False),
+        "qwen2vl": _plain("qwen2_5_vl_text", use_sliding_window=False),
+        "qwen3vl": _plain("qwen3_vl_text", use_sliding_window=False),
         "phi3": _phi3,
         "gemma2": _gemma2,
         "gemma3": _gemma3,
@@ -392,5 +483,21 @@ _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "phimoe": _phimoe,
         "minimax-m2": _minimax_m2,
         "hunyuan-moe": _hunyuan_moe,
+        "qwen3vlmoe": _qwen3vlmoe,
+        "hunyuan-dense": _plain("hunyuan_v1_dense"),
+        "ernie4_5": _plain("ernie4_5"),
+        "smollm3": _plain("smollm3"),
+        "granite": _granite,
+        "chatglm": _plain("glm"),
+        "glm4": _glm4,
+        "seed_oss": _seed_oss,
+        "exaone4": _exaone4,
+        "apertus": _apertus,
+        "arcee": _plain("arcee"),
+        "cohere2": _cohere2,
+        "muse-glimmer": _muse_glimmer,
+        "stablelm": _stablelm,
+        "starcoder2": _starcoder2,
+        "nemotron": _nemotron,
     }
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from localllm.errors import UnsupportedModelError, show
+from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError, show
 from localllm.gguf.config import hf_config
 from localllm.gguf.folder import DESCRIPTION
-from localllm.gguf.header import GgufHeader, read_model
+from localllm.gguf.header import GgufHeader, read_floats, read_model
 from localllm.gguf.metadata import Shape
-from localllm.gguf.names import hf_name, holds_weights, stored_form
+from localllm.gguf.names import HEAD_NORMS, hf_name, holds_weights, stored_form
 from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
@@ -27,17 +29,21 @@ def model_files(path: Path) -> dict[str, bytes]:
     headers = read_model(path)
     metadata = headers[0].metadata
     shapes = {name: tensor.shape for header in headers for name, tensor in header.tensors.items()}
-    config = hf_config(metadata, shapes, rope_factors(headers), str(path))
+    form = stored_form(str(metadata.get("general.architecture")))
+    factors = rope_factors(headers) | (_head_scales(headers) if form.scales_heads else {})
+    config = hf_config(metadata, shapes, factors, str(path))
     tokenizer, tokenizer_config = hf_tokenizer(metadata, str(path))
     architecture = str(metadata["general.architecture"])
-    form = stored_form(architecture)
+    tensors = _tensors(headers, architecture)
+    if form.lists_coefficients:
+        tensors |= _coefficients(headers[0], config["num_hidden_layers"])
     description = {
         "files": [os.fspath(header.path.absolute()) for header in headers],
         "pairs_heads": form.pairs_heads,
         "norm_offset": form.norm_offset,
         "tiles_value_heads": form.tiles_value_heads,
         "num_extra_layers": config["num_nextn_predict_layers"],
-        "tensors": _tensors(headers, architecture),
+        "tensors": tensors,
     }
     contents = {
         _CONFIG: config,
@@ -63,11 +69,36 @@ def _tensors(headers: Sequence[GgufHeader], architecture: str) -> dict[str, obje
     return found
 
 
+def _head_scales(headers: Sequence[GgufHeader]) -> dict[str, tuple[float, ...]]:
+    """Return the weights of the norms of queries and keys by the tensors' names."""
+    return {
+        name: read_floats(header, name)
+        for header in headers
+        for name in header.tensors
+        if any(part in name for part in HEAD_NORMS)
+    }
+
+
+def _coefficients(header: GgufHeader, num_layers: object) -> dict[str, object]:
+    """Return the places of what xIELU has learnt in each layer, which stands in the header. Raises CheckpointError."""
+    found: dict[str, object] = {}
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        key = f"xielu.{name}"
+        values = header.metadata.get(key)
+        if not isinstance(values, array) or values.typecode != "f" or len(values) != num_layers:
+            why = f"it is {show(values)}; a list of {num_layers} numbers in F32 is needed, one for each layer"
+            raise CheckpointError(f"{header.path}: {key} is not usable", why=why, fix=FETCH_ANEW)
+        for layer in range(len(values)):
+            begin = header.begins[key] + layer * values.itemsize
+            found[f"model.layers.{layer}.mlp.act_fn.{name}"] = 0, "F32", (1,), begin, values.itemsize
+    return found
+
+
 def _hf_shape(name: str, shape: Shape) -> Shape:
     """Return the shape with its dimensions of 1, which ggml leaves out: a gate of one row is a list there, and the taps
-    of a convolution stand by their channels."""
+    of a convolution stand by their channels. A norm's weights of each head are one list here."""
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
         return 1, *shape
     if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
         return shape[0], 1, shape[1]
-    return shape
+    return (math.prod(shape),) if any(part in name for part in HEAD_NORMS) else shape

@@ -102,11 +102,16 @@ class GgufEntry:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What stands in front of the weights. metadata: numbers, texts, and arrays of one kind of them by their keys."""
+    """What stands in front of the weights.
+
+    metadata: numbers, texts, and arrays of one kind of them by their keys.
+    begins: of arrays of numbers, by their keys: the bytes from the start of the file at which they begin.
+    """
 
     path: Path
     metadata: Mapping[str, object]
     tensors: Mapping[str, GgufEntry]
+    begins: Mapping[str, int]
 
 
 def read_model(path: Path) -> tuple[GgufHeader, ...]:
@@ -172,7 +177,7 @@ def read_header(path: Path) -> GgufHeader:
         file_bytes = os.fstat(file.fileno()).st_size
         reader = _Reader(file, path, file_bytes)
         tensor_count, key_count = _read_counts(reader, path)
-        metadata = _read_metadata(reader, key_count, path)
+        metadata, begins = _read_metadata(reader, key_count, path)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise refused(path, f"general.alignment is {show(alignment)}; a power of two is needed")
@@ -186,7 +191,7 @@ def read_header(path: Path) -> GgufHeader:
             raise refused(path, f"{show(name)} begins at {offset}, no multiple of the alignment {alignment}")
         tensors[name] = GgufEntry(name, stored, shape, data_begin + offset, num_bytes)
     _check_places(tensors, file_bytes, path)
-    return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors))
+    return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors), MappingProxyType(begins))
 
 
 def read_floats(header: GgufHeader, name: str) -> tuple[float, ...]:
@@ -232,14 +237,18 @@ def _read_counts(reader: _Reader, path: Path) -> tuple[int, int]:
     return tensor_count, key_count
 
 
-def _read_metadata(reader: _Reader, count: int, path: Path) -> dict[str, object]:
+def _read_metadata(reader: _Reader, count: int, path: Path) -> tuple[dict[str, object], dict[str, int]]:
+    """Return the values, and where arrays of numbers begin, by their keys."""
     metadata: dict[str, object] = {}
+    begins: dict[str, int] = {}
     for _ in range(count):
         key = reader.string()
         if key in metadata:
             raise refused(path, f"it has the key {show(key)} twice")
-        metadata[key] = reader.value(key)
-    return metadata
+        metadata[key] = value = reader.value(key)
+        if isinstance(value, array):
+            begins[key] = reader.position - len(value) * value.itemsize
+    return metadata, begins
 
 
 def _read_tensor(reader: _Reader, path: Path) -> tuple[str, str, tuple[int, ...], int, int]:

@@ -51,6 +51,9 @@ class Metadata:
             raise self.refused(key, value, "a finite number")
         return decimal(float(value))
 
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
     @property
     def head_dim(self) -> int:
         heads = self.integer("attention.head_count")

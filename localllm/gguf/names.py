@@ -15,6 +15,7 @@ _PART = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(\d{1,5}))?(?:\.(weight|bias|sca
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Factors of the rotary embedding, which become part of the configuration, and frequencies that everybody computes.
 _NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
+HEAD_NORMS = (".attn_q_norm.", ".attn_k_norm.")
 _NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
 _COMMON = {
     "attn_norm": "input_layernorm",
@@ -49,6 +50,14 @@ _NORMS_BEHIND = {
 }
 _NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
 _GEMMA = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_GATE_AND_UP = {"ffn_up": "mlp.gate_up_proj"}  # the gate's rows, then those of up
+# The weights of its norms of queries and keys are all alike: numbers of the configuration, which nobody asks for here.
+_MUSE_GLIMMER = {
+    **_GEMMA,
+    "attn_gate": "self_attn.gate_proj",
+    "attn_q_norm": "self_attn.q_scale",
+    "attn_k_norm": "self_attn.k_scale",
+}
 _GATED_DELTA_NET = {
     **_NORM_BETWEEN,
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -73,7 +82,12 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "qwen35": _GATED_DELTA_NET,
         "qwen35moe": _GATED_DELTA_NET,
         "gpt-oss": _NORM_BETWEEN,
-        "phi3": {"ffn_up": "mlp.gate_up_proj"},  # the gate's rows, then those of up
+        "phi3": _GATE_AND_UP,
+        "chatglm": _GATE_AND_UP,
+        "glm4": {**_GEMMA, **_GATE_AND_UP},
+        "seed_oss": _NORM_BETWEEN,
+        "exaone4": _NORMS_BEHIND,
+        "muse-glimmer": _MUSE_GLIMMER,
     }
 )
 # Parts that are called the same whatever their suffix is.
@@ -87,15 +101,20 @@ class GgufForm:
 
     pairs_heads: the rows of q and k, and their biases, are in pairs that rotate together. With those half a head apart,
         as Llama's are in Hugging Face's form, they are `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
-    norm_offset: what was added to the weights of all norms, but that of Gated DeltaNet's heads.
+    norm_offset: what was added to the weights of all norms, but those of Gated DeltaNet's heads, and the last one of a
+        family whose last one has an offset of its own.
     tiles_value_heads: value heads of Gated DeltaNet, and all that each has one of or some of, the columns of out_proj
         too, are in an order in which value head h belongs to key head h % key heads. In Hugging Face's those of one key
         head follow each other.
+    scales_heads: the weights of the norms of queries and of keys are one number each, which Hugging Face's config has.
+    lists_coefficients: what an activation has learnt is in the metadata, a list for all layers.
     """
 
     pairs_heads: bool = False
     norm_offset: float = 0.0
     tiles_value_heads: bool = False
+    scales_heads: bool = False
+    lists_coefficients: bool = False
 
 
 _PAIRED = GgufForm(pairs_heads=True)
@@ -107,8 +126,18 @@ _FORMS: Mapping[str, GgufForm] = MappingProxyType(
         "mistral3": _PAIRED,
         "granitemoe": _PAIRED,
         "ernie4_5-moe": _PAIRED,
+        "ernie4_5": _PAIRED,
+        "smollm3": _PAIRED,
+        "granite": _PAIRED,
+        "chatglm": _PAIRED,
+        "glm4": _PAIRED,
+        "arcee": _PAIRED,
+        "cohere2": _PAIRED,
+        "muse-glimmer": GgufForm(pairs_heads=True, norm_offset=1.0, scales_heads=True),
+        "apertus": GgufForm(lists_coefficients=True),
         "gemma2": _OFFSET,
         "gemma3": _OFFSET,
+        "nemotron": _OFFSET,
         "qwen3next": _OFFSET,
         "qwen35": _OFFSET_TILED,
         "qwen35moe": _OFFSET_TILED,

@@ -57,7 +57,8 @@ def _yarn(file: Metadata) -> Json:
     for name, key in optional.items():
         if file.get(f"rope.scaling.{key}") is not None:
             scaling[name] = file.number(f"rope.scaling.{key}")
-    return scaling
+    scale = file.number("rope.scaling.yarn_log_multiplier", 0.0)
+    return {**scaling, "mscale": 1.0, "mscale_all_dim": scale} if scale else scaling
 
 
 def _factors(file: Metadata, name: str) -> Sequence[float]:

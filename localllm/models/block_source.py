@@ -366,8 +366,9 @@ def _row_order(matrix: Matrix) -> Tensor | None:
     half = pairs.rotary_dim // 2
     features[:half], features[half : 2 * half] = 2 * torch.arange(half), 2 * torch.arange(half) + 1
     heads = torch.arange(pairs.rows // pairs.head_dim)
-    order = (heads[:, None] * pairs.head_dim + features).flatten()
-    return torch.cat((order, torch.arange(pairs.rows, matrix.out_features)))
+    order = (heads[:, None] * pairs.head_dim + features).flatten() + pairs.first
+    before, behind = torch.arange(pairs.first), torch.arange(pairs.first + pairs.rows, matrix.out_features)
+    return torch.cat((before, order, behind))
 
 
 def _group_order(groups: Grouped, num_rows: int) -> Tensor:

@@ -49,12 +49,13 @@ CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The first `rows` of a matrix belong to heads whose rotating features lie in pairs in a checkpoint. Here the first
-    of all pairs come before the second ones, as RoPE turns them."""
+    """Some rows of a matrix belong to heads whose rotating features lie in pairs in a checkpoint. Here the first of all
+    pairs come before the second ones, as RoPE turns them. first: that many rows are before them."""
 
     rows: int
     head_dim: int
     rotary_dim: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Matrix:
         assert sum(parts.values()) == rows
         pairs, groups = self.interleaved, self.grouped
         if pairs is not None:
-            pairs = replace(pairs, rows=min(max(pairs.rows - first, 0), rows))
+            begin, end = (min(max(row - first, 0), rows) for row in (pairs.first, pairs.first + pairs.rows))
+            pairs = replace(pairs, rows=end - begin, first=begin)
         if groups is not None:
             groups = replace(groups, rows=min(max(groups.rows - first, 0), rows))
         return replace(self, parts=parts, has_bias=False, interleaved=pairs, grouped=groups)
@@ -401,7 +403,9 @@ def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLay
     elif config.has_output_gate:
         # Stored is each head's query with its gate behind it; here all gates come before the queries.
         gates = Grouped(2 * H * D, (D, D), (1, 0))
-    pairs = Interleaved((H + KH) * D, D, config.rotary_dim) if stored.interleaves_heads else None
+    pairs = None
+    if stored.interleaves_heads:
+        pairs = Interleaved((H + KH) * D, D, config.rotary_dim, first=config.gate_features)
     matrices = (
         Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs, grouped=gates),
         Matrix(

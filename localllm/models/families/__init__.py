@@ -60,6 +60,7 @@ def _as_gguf(config: ModelConfig, model: GgufModel) -> ModelConfig:
     if rows == "by_head" and any(name.endswith(".in_proj_qkv.weight") for name in model.tensors):
         rows = "gates_by_head"
     stored = StoredForm(
+        apart_gates=config.stored.apart_gates,
         interleaves_heads=model.pairs_heads,
         delta_rows=rows,
         negates_rates=True,

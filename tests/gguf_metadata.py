@@ -1,0 +1,251 @@
+"""What llama.cpp's conversion writes of a config.json into a GGUF file, under the names of the gguf package."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from localllm.layers.config import AttentionConfig, RopeConfig
+from localllm.models.architecture import LayerConfig
+from localllm.models.families import parse_config
+from localllm.models.fields import Fields
+from localllm.models.rope_fields import FULL, SLIDING, rope_sections
+
+# model_type of a config.json -> GGUF's architecture
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "olmo2": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "glm4_moe": "glm4moe",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "granitemoe": "granitemoe",
+    "phimoe": "phimoe",
+    "minimax_m2": "minimax-m2",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "ministral3": "mistral3",
+    "smollm3": "smollm3",
+    "olmo3": "olmo2",
+    "granite": "granite",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "seed_oss": "seed_oss",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "cohere2": "cohere2",
+    "qwen3_vl_text": "qwen3vl",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
+    "muse_glimmer_text": "muse-glimmer",
+    "internlm3": "llama",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "nemotron": "nemotron",
+}
+# Windows: of these where there is one, and of which layers; of the others never.
+WINDOWED = ("phi3", "phimoe", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "muse_glimmer_text")
+WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm")  # whose heads share the hidden size
+WITH_PATTERN = ("olmo3", "exaone4", "muse_glimmer_text")
+# Keys of a config.json, any of them, and GGUF's for them.
+KEYS = {
+    "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
+    "LLM.EMBEDDING_LENGTH": ("hidden_size",),
+    "LLM.FEED_FORWARD_LENGTH": ("intermediate_size",),
+    "LLM.EXPERT_COUNT": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "LLM.EXPERT_SHARED_COUNT": ("n_shared_experts", "moe_num_shared_experts"),
+    "LLM.EXPERT_WEIGHTS_SCALE": ("routed_scaling_factor",),
+    "LLM.EXPERT_WEIGHTS_NORM": ("norm_topk_prob",),
+    "LLM.EXPERT_GROUP_COUNT": ("n_group",),
+    "LLM.EXPERT_GROUP_USED_COUNT": ("topk_group",),
+    "LLM.LEADING_DENSE_BLOCK_COUNT": ("first_k_dense_replace", "moe_layer_start_index"),
+    "LLM.INTERLEAVE_MOE_LAYER_STEP": ("moe_layer_interval",),
+    "LLM.ATTN_LOGIT_SOFTCAPPING": ("attn_logit_softcapping",),
+    "LLM.FINAL_LOGIT_SOFTCAPPING": ("final_logit_softcapping",),
+    "LLM.EMBEDDING_SCALE": ("embedding_multiplier",),
+    "LLM.RESIDUAL_SCALE": ("residual_multiplier",),
+    "LLM.LOGIT_SCALE": ("logits_scaling", "logit_scale", "output_multiplier"),
+    "LLM.FULL_ATTENTION_INTERVAL": ("full_attention_interval",),
+    "SSM.CONV_KERNEL": ("linear_conv_kernel_dim",),
+    "SSM.STATE_SIZE": ("linear_key_head_dim",),
+    "SSM.GROUP_COUNT": ("linear_num_key_heads",),
+    "SSM.TIME_STEP_RANK": ("linear_num_value_heads",),
+    "Attention.SCALE": ("attention_multiplier",),
+    "Attention.HEAD_COUNT": ("num_attention_heads",),
+    "Attention.HEAD_COUNT_KV": ("num_key_value_heads",),
+    "Attention.KEY_LENGTH": ("head_dim",),
+    "Attention.VALUE_LENGTH": ("head_dim",),
+    "Attention.LAYERNORM_RMS_EPS": ("rms_norm_eps", "norm_eps"),
+    "Attention.LAYERNORM_EPS": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
+}
+
+
+def as_stored(value: Any) -> Any:
+    """Numbers with a fraction are fp32 in a file."""
+    return struct.unpack("<f", struct.pack("<f", value))[0] if isinstance(value, float) else value
+
+
+def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
+    """What llama.cpp's conversion writes of a config.json, under the names of the gguf package."""
+    keys = pytest.importorskip("gguf").Keys
+
+    def name_of(path: str) -> str:
+        group, name = path.split(".")
+        template: str = getattr(getattr(keys, group), name)
+        return template.format(arch=architecture)
+
+    found: dict[str, object] = {keys.General.ARCHITECTURE: architecture}
+    for path, names in KEYS.items():
+        value = next((raw[name] for name in names if raw.get(name) is not None), None)
+        is_told = raw["model_type"] not in WITHOUT_HEAD_DIM or names != ("head_dim",)
+        if value is not None and is_told:
+            found[name_of(path)] = value
+    if "linear_value_head_dim" in raw:
+        found[name_of("SSM.INNER_SIZE")] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
+    extra = raw.get("num_nextn_predict_layers") or raw.get("mtp_num_hidden_layers") or 0
+    if "linear_attention" in (raw.get("layer_types") or ()):
+        kinds = [kind == "linear_attention" for kind in raw["layer_types"]] + [False] * extra
+        found[f"{architecture}.attention.recurrent_layers"] = kinds  # which the package does not know
+    found[name_of("LLM.BLOCK_COUNT")] = raw["num_hidden_layers"] + extra
+    if extra:
+        found[name_of("LLM.NEXTN_PREDICT_LAYERS")] = extra
+    found |= {name_of(path): value for path, value in (_windows(raw) | _rope(raw)).items() if value is not None}
+    found |= {name_of(path): value for path, value in _OWN.get(raw["model_type"], lambda _: {})(raw).items()}
+    if raw.get("bos_token_id") is not None:
+        found[keys.Tokenizer.BOS_ID] = raw["bos_token_id"]
+    for token in parse_config(raw, "config.json").eos_token_ids[:1]:
+        found[keys.Tokenizer.EOS_ID] = token
+    return {name: as_stored(value) for name, value in found.items()}
+
+
+def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
+    kind, window = raw["model_type"], raw.get("sliding_window")
+    if kind not in WINDOWED:
+        return {}
+    if kind not in WITH_PATTERN or window is None:
+        return {"Attention.SLIDING_WINDOW": window or (0 if kind in ("phi3", "phimoe") else None)}
+    slides = [each == "sliding_attention" for each in raw["layer_types"]]
+    return {"Attention.SLIDING_WINDOW": window, "Attention.SLIDING_WINDOW_PATTERN": slides}
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    sections, rotating = rope_sections(Fields(raw, "config.json")), _rotating(raw)
+    rope = sections[FULL].raw
+    kind = rope.get("rope_type", rope.get("type"))
+    theta = rotating.rope.theta if "alpha" in rope else rope.get("rope_theta") or raw.get("rope_theta")
+    found = {
+        "Rope.DIMENSION_COUNT": rotating.rotary_dim,
+        "Rope.FREQ_BASE": None if theta is None else float(theta),
+        "Rope.DIMENSION_SECTIONS": rope.get("mrope_section") and [*rope["mrope_section"], 0],
+    }
+    if sections[SLIDING] is not sections[FULL]:
+        found["Rope.FREQ_BASE_SWA"] = sections[SLIDING].raw.get("rope_theta") or raw.get("rope_local_base_freq")
+    if kind in ("linear", "yarn", "longrope"):
+        found["Rope.SCALING_TYPE"] = kind
+    if kind in ("yarn", "longrope"):
+        original = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        found["Rope.SCALING_ORIG_CTX_LEN"] = original
+    if kind in ("linear", "yarn"):
+        found["Rope.SCALING_FACTOR"] = rope["factor"]
+    if kind == "yarn":
+        names = {"attention_factor": "ATTN_FACTOR", "beta_fast": "BETA_FAST", "beta_slow": "BETA_SLOW"}
+        found |= {f"Rope.SCALING_YARN_{name}": rope.get(key) for key, name in names.items()}
+    return found
+
+
+def _rotating(raw: Mapping[str, Any]) -> AttentionConfig:
+    """The attention of the first layer that rotates."""
+    attentions = parse_config(raw, "config.json").attentions
+    return next((each for each in attentions if each.rotary_dim), attentions[0])
+
+
+def _growth(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rope = raw["rope_parameters"]
+    beta, scale = rope["llama_4_scaling_beta"], rope["mscale_all_dim"]
+    return {"Attention.TEMPERATURE_SCALE": beta, "Rope.SCALING_YARN_LOG_MUL": scale}
+
+
+_OWN = {
+    "ministral3": _growth,
+    "stablelm": lambda raw: {"LLM.USE_PARALLEL_RESIDUAL": raw["use_parallel_residual"]},
+}
+
+
+def factors_of(raw: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The tensors of rotary factors that llama.cpp's conversion writes."""
+    fields = Fields(raw, "config.json")
+    rope = rope_sections(fields)[FULL].raw
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "longrope":
+        return {
+            LONG_FACTORS: [as_stored(float(factor)) for factor in rope["long_factor"]],
+            SHORT_FACTORS: [as_stored(float(factor)) for factor in rope["short_factor"]],
+        }
+    if kind != "llama3":
+        return {}
+    dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    theta = rope.get("rope_theta") or raw["rope_theta"]
+    return {LLAMA3_FACTORS: llama3_factors(theta, dim, rope)}
+
+
+def llama3_factors(theta: float, dim: int, rope: Mapping[str, Any]) -> list[float]:
+    factors = []
+    low, high = (rope[f"{name}_freq_factor"] for name in ("low", "high"))
+    original = rope["original_max_position_embeddings"]
+    for index in range(0, dim, 2):
+        wavelength = 2 * math.pi * theta ** (index / dim)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return [as_stored(factor) for factor in factors]
+
+
+def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    ours, theirs = (vars(parse_config(each, "config.json")).copy() for each in (json.loads(json.dumps(made)), raw))
+    for config in (ours, theirs):
+        config.pop("dtype")
+        config.pop("draft_head", None)
+        config["eos_token_ids"] = config["eos_token_ids"][:1]  # a file names one
+        config["logit_scale"] = as_stored(config["logit_scale"])
+        config["layers"] = [with_stored_factors(layer) for layer in config["layers"]]
+    if raw["model_type"] in ("mistral", "internlm3"):
+        assert ours.pop("model_type") == "llama"
+        theirs.pop("model_type")
+    assert ours == theirs
+
+
+def with_stored_factors(layer: LayerConfig) -> LayerConfig:
+    if not isinstance(layer.mixer, AttentionConfig):
+        return layer
+    rope = layer.mixer.rope
+    if rope.kind == "dynamic":  # which is not stored, and changes nothing within the context
+        rope = RopeConfig(rope.theta)
+    short, long = (tuple(map(as_stored, factors)) for factors in (rope.short_factor, rope.long_factor))
+    stored = replace(rope, theta=as_stored(rope.theta), short_factor=short, long_factor=long)
+    return replace(layer, mixer=replace(layer.mixer, rope=stored))
