@@ -41,7 +41,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     path = packed_directory(files, engine.model.weights) / f"{EMBED}.safetensors"
     places = {"memory": table, "disk": replace(table, tier="disk")}
     tok_s: dict[str, list[float]] = {name: [] for name in places}
-    said: dict[str, list[int]] = {}
+    said: dict[str, list[tuple[int, ...]]] = {}
     for number in range(spec.rounds + 1):  # the first is a warm-up
         prompts = [random_ids(spec.prompt_tokens, engine.config.vocab_size, number)]
         for name, block in places.items():
