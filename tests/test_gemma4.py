@@ -7,12 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
+from localllm.models import block_source
+from localllm.models.block_source import CheckpointBlocks
+from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.decoder import without
-from localllm.models.layout import EMBED, HEAD
+from localllm.models.families import load_config
+from localllm.models.layout import EMBED, HEAD, block_layouts
+from localllm.quant.recipe import recipe
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
@@ -74,6 +80,25 @@ def test_a_cap_that_holds_no_embeddings_of_layers_leaves_them_on_the_disk(tmp_pa
     whole.residency.move([replace(table, tier="disk"), *whole.residency.blocks[1:]])
     assert said(whole) == expected
     whole.close()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_an_embedding_that_is_packed_in_pieces_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    write_checkpoint(tmp_path, "gemma4", **WIDE, hidden_size_per_layer_input=64, vocab_size=272)
+    tensors = []
+    for most in (1 << 40, 1 << 13):
+        monkeypatch.setattr(block_source, "_SLAB_WEIGHTS", most)
+        config = load_config(tmp_path)
+        with Checkpoint.open(tmp_path, config.stored) as checkpoint:
+            source = CheckpointBlocks(checkpoint, config, recipe(weights))
+            tensors.append([source.tensors(layout) for layout in block_layouts(source.config)])
+            pieces = sum(1 for _ in source.parts(block_layouts(source.config)[0]))
+            assert (pieces > 2) == (most == 1 << 13)
+    for whole, in_pieces in zip(*tensors, strict=True):
+        assert whole.keys() == in_pieces.keys()
+        assert all(torch.equal(whole[name], in_pieces[name]) for name in whole)
 
 
 def test_a_draft_without_the_first_blocks_still_has_what_is_looked_up(engine: Engine) -> None:

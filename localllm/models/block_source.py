@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Of codes that are kept: a byte a weight, as many once more while they are packed, and scales in fp32.
 _CODE_BYTES, _PIECE_WEIGHTS = 3, 16 << 20
+_SLAB_WEIGHTS = 32 << 20  # of an embedding, which may be half of a model, at once
 
 
 class BlockSource(Protocol):
@@ -76,26 +77,26 @@ class CheckpointBlocks:
         self.finish()
 
     def tensors(self, layout: BlockLayout) -> dict[str, Tensor]:
-        import torch
-
         tensors: dict[str, Tensor] = {}
-        first = 0
+        specs, filled = layout.specs(self.recipe), dict[str, int]()
         for part in self.parts(layout):
-            records = part.pop(EXPERTS, None)
-            if records is not None:
-                if EXPERTS not in tensors:
-                    spec = layout.specs(self.recipe)[EXPERTS]
-                    tensors[EXPERTS] = allocate(spec.shape, torch.uint8, layout.name)
-                tensors[EXPERTS][first : first + len(records)] = records
-                first += len(records)
-            tensors |= part
+            for name, piece in part.items():
+                first, spec = filled.get(name, 0), specs[name]
+                filled[name] = first + len(piece)
+                if piece.shape == spec.shape:
+                    tensors[name] = piece
+                    continue
+                if name not in tensors:
+                    tensors[name] = allocate(spec.shape, spec.torch_dtype, layout.name)
+                tensors[name][first : filled[name]] = piece
         return tensors
 
     def parts(self, layout: BlockLayout) -> Iterator[dict[str, Tensor]]:
-        """Yield the block's tensors one matrix at a time, and one expert at a time, in order: no more of the checkpoint
-        is in memory at once."""
+        """Yield the block's tensors one matrix at a time, an embedding's in pieces, and one expert at a time, in order:
+        no more of the checkpoint is in memory at once."""
         digest = xxhash.xxh3_128()
-        for part in itertools.chain(map(self._matrix, layout.matrices), map(self._vector, layout.vectors)):
+        matrices = itertools.chain.from_iterable(map(self._matrix_parts, layout.matrices))
+        for part in itertools.chain(matrices, map(self._vector, layout.vectors)):
             if layout.experts is not None:
                 add_to_digest(digest, part)
             yield part
@@ -108,6 +109,29 @@ class CheckpointBlocks:
             for matrix in layout.experts.matrices(index):
                 tensors |= self._matrix(matrix)
             yield {EXPERTS: written_record(record, tensors).unsqueeze(0)}
+
+    def _matrix_parts(self, matrix: Matrix) -> Iterator[dict[str, Tensor]]:
+        import torch
+
+        if not has_slabs(matrix, self.recipe, self.checkpoint):
+            yield self._matrix(matrix)
+            return
+        form, columns = matrix.format(self.recipe), matrix.in_features
+        (stored,) = _stored_rows(self.checkpoint, matrix, "weight")
+        dtype = torch_dtype(_read_dtype({stored: matrix.out_features}, form, self.checkpoint, columns))
+        self.checkpoint.expect(stored, (matrix.out_features, columns))
+        first_name, *others = form.specs(matrix.out_features, columns)
+        rest: dict[str, list[Tensor]] = {name: [] for name in others}
+        step = slab_rows(columns)
+        for first in range(0, matrix.out_features, step):
+            rows = min(step, matrix.out_features - first)
+            weight = self.checkpoint.read_slab(stored, first, (rows, columns), dtype)
+            with self._blaming(stored):
+                tensors = form.quantize(_as_computed(weight, matrix))
+            yield {f"{matrix.name}.{first_name}": tensors[first_name]}
+            for name in others:
+                rest[name].append(tensors[name])
+        yield {f"{matrix.name}.{name}": torch.cat(pieces) for name, pieces in rest.items()}
 
     def _matrix(self, matrix: Matrix) -> dict[str, Tensor]:
         """Return a matrix's tensors by their names in its block or its record."""
@@ -302,6 +326,8 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
     most = before = 0
     for matrix in (*layout.matrices, *(() if layout.experts is None else layout.experts.matrices(0))):
         form = matrix.format(recipe)
+        if checkpoint is None or has_slabs(matrix, recipe, checkpoint):
+            matrix = _slab_of(matrix)
         made = sum(spec.nbytes for spec in form.specs(matrix.out_features, matrix.in_features).values())
         parts = [part for part, _ in form.parts] if isinstance(form, StackedLayout) else [form]
         read = max(map(partial(_read_bytes, checkpoint=checkpoint), _split(matrix, form), parts))
@@ -311,6 +337,29 @@ def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None
     if layout.experts is not None:
         most += layout.experts.record(recipe).num_bytes
     return most
+
+
+def has_slabs(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint) -> bool:
+    """Return whether a matrix is read and packed in pieces of its rows: an embedding, unless its codes are kept, or it
+    is read in place."""
+    is_small = matrix.out_features <= slab_rows(matrix.in_features)
+    if matrix.role != "embedding" or is_small or "weight" in matrix.format(recipe).specs(1, 1):
+        return False
+    stored = _stored_rows(checkpoint, matrix, "weight")
+    return len(stored) == 1 and all(map(checkpoint.has_slabs, stored))
+
+
+def slab_rows(columns: int) -> int:
+    """Return the rows of an embedding that are packed at once: whole tiles."""
+    return max(_SLAB_WEIGHTS // columns // TILE, 1) * TILE
+
+
+def _slab_of(matrix: Matrix) -> Matrix:
+    """Return an embedding with no more rows than are packed at once; any other matrix as it is."""
+    if matrix.role != "embedding":
+        return matrix
+    rows = min(matrix.out_features, slab_rows(matrix.in_features))
+    return dataclasses.replace(matrix, parts={next(iter(matrix.parts)): rows})
 
 
 def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | None) -> int:

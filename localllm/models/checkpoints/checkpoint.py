@@ -20,7 +20,7 @@ from localllm.errors import FETCH_ANEW, CheckpointError, show
 from localllm.layers.config import MAX_EXPERTS
 from localllm.models.architecture import StoredForm
 from localllm.models.checkpoints import gguf, safetensors_folder
-from localllm.models.checkpoints.safetensors_file import allocate
+from localllm.models.checkpoints.safetensors_file import PlainTensor, allocate
 from localllm.models.checkpoints.stored import StoredTensor
 
 if TYPE_CHECKING:
@@ -160,6 +160,18 @@ class Checkpoint:
         if not self._is_transposed(name, shape):
             return stored.read_into(target, part)
         return target.copy_(stored.read_into(allocate(shape[::-1], dtype, name), part).T)
+
+    def has_slabs(self, name: str) -> bool:
+        """Return whether rows of a matrix can be read by themselves."""
+        return self.has(name) and isinstance(self._tensor(name), PlainTensor)
+
+    def read_slab(self, name: str, first: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Read some rows of a matrix that `has_slabs`, from number `first` on. shape: of those. Raises as `read`."""
+        tensor = self._tensor(name)
+        assert isinstance(tensor, PlainTensor), "`has_slabs` said so"
+        self.dtype(name)
+        self._asked.add(name)
+        return tensor.file.read_slab(tensor.name, first, allocate(shape, dtype, name))
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether an expert's matrix of this shape is stored with its columns first. Where it is as wide as high

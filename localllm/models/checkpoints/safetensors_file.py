@@ -71,6 +71,15 @@ class SafetensorsFile:
             raise refused(self.path, f"{show(name)} is stored as {dtype}; {', '.join(_READABLE)} are read")
         return _READABLE[dtype]
 
+    def read_slab(self, name: str, first: int, out: Tensor) -> Tensor:
+        """Fill `out`, contiguous, with rows from number `first` on. Raises as `read_into` does."""
+        entry = self.entry(name)
+        stored = torch_dtype(self.dtype(name))
+        if out.shape[1:] != entry.shape[1:] or first + len(out) > entry.shape[0]:
+            raise ValueError(f"{name} has shape {entry.shape}; rows of it are needed")
+        read_numbers(self._file, entry.begin + first * math.prod(entry.shape[1:]) * stored.itemsize, stored, out)
+        return out
+
     def read_into(self, name: str, out: Tensor, part: int | None = None) -> Tensor:
         """Fill `out`, contiguous and of as many elements, converting to its dtype and device; returns it.
 
