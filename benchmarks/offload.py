@@ -1,6 +1,7 @@
 """Models larger than their memory, beside the disk that they are read from and beside accelerate's disk offload.
 
-    python -m benchmarks.offload [--part stream|job|predict|accelerate|experts|experts-llama|predict-experts ...]
+    python -m benchmarks.offload [--part stream|job|predict|accelerate|experts|experts-llama|predict-experts|
+                                         per-layer ...]
                                  [--rounds 5] [--llama-python PYTHON]
 
 Random weights of real shapes, packed on the disk of the cache directory; every figure is taken in a process of its own
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -27,6 +28,7 @@ from benchmarks import offload_accelerate
 from benchmarks.measure import known, machine, paired, parser, plain, save, spread
 from benchmarks.memory_group import bytes_from_disk, join, memory_group
 from benchmarks.offload_experts import Spec as ExpertSpec
+from benchmarks.offload_per_layer import Spec as PerLayerSpec
 from benchmarks.offload_worker import Spec
 from benchmarks.peers import Match
 from benchmarks.peers_protocol import UnavailableError, Worker
@@ -326,6 +328,20 @@ def peak_rss_bytes(pid: int) -> int:
     return 1024 * int(found[1])
 
 
+def per_layer(rounds: int) -> dict[str, Any]:
+    """Gemma 4 E4B's shape with its embeddings of each layer on the disk beside the same in memory, and under a cap."""
+    name, weights = "gemma-4-e4b", "int4-g64"
+    with packed(name, weights) as (files, _):
+        spec = PerLayerSpec(str(files.directory), weights, rounds=rounds)
+        found = worker("benchmarks.offload_per_layer", asdict(spec))
+        cap = found["total_bytes"] - found["table_bytes"] // 2
+        under_cap = worker("benchmarks.offload_per_layer", asdict(replace(spec, ram_bytes=cap)))
+    tok_s = found.pop("decode_tok_s")
+    found["disk_to_memory"] = paired(tok_s["disk"], tok_s["memory"])
+    found["decode_tok_s"] = {place: spread(values) for place, values in tok_s.items()}
+    return found | {"under_cap": under_cap | {"decode_tok_s": spread(under_cap["decode_tok_s"])}}
+
+
 PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "stream": stream,
     "job": job,
@@ -333,6 +349,7 @@ PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "accelerate": accelerate,
     "experts": experts,
     "predict-experts": predict_experts,
+    "per-layer": per_layer,
 }
 LLAMA_PART = "experts-llama"  # which is told of an interpreter
 

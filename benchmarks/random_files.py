@@ -15,7 +15,7 @@ from localllm import hub
 from localllm.bench.random_model import RandomBlocks, word_vocabulary
 from localllm.hub import ModelFiles
 from localllm.hub.packed import PACKED_INDEX, packed_directory, packed_of_folder, packed_root, source_id
-from localllm.models.families import load_config
+from localllm.models.families import load_config, parse_config
 from localllm.models.layout import block_layouts
 from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import NewFile, write_block
@@ -33,7 +33,7 @@ def random_model(name: str, raw_config: Mapping[str, Any], recipe: Recipe) -> It
     with tempfile.TemporaryDirectory(prefix="random-", dir=cache) as directory:
         folder = Path(directory)
         (folder / "config.json").write_text(json.dumps(dict(raw_config)), encoding="utf-8")
-        vocabulary = json.dumps(word_vocabulary(raw_config["vocab_size"]))
+        vocabulary = json.dumps(word_vocabulary(parse_config(raw_config, name).vocab_size))
         (folder / "tokenizer.json").write_text(vocabulary, encoding="utf-8")
         files = dataclasses.replace(hub.locate(directory), name=name)
         try:

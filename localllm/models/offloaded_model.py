@@ -263,8 +263,9 @@ class OffloadedModel:
 
     def _is_read_by_device(self, block: BlockPlacement) -> bool:
         """Return whether the device reads the block where it rests on the host: a kernel looks an embedding's rows
-        up there by itself."""
-        return self._passes(block) or (block.name == EMBED and self.has_device and block.tier == "ram")
+        up there by itself, but not those for each layer."""
+        is_looked_up = block.name == EMBED and block.tier == "ram" and self._parts.config.per_layer is None
+        return self._passes(block) or (is_looked_up and self.has_device)
 
     def _streamed(self, blocks: Sequence[BlockPlacement]) -> tuple[_Rings, tuple[BlockStream, BlockStream]]:
         from_disk = _from_disk(blocks)
