@@ -51,7 +51,7 @@ SHAPES = [
     Heads(8, 2, 128, 128, "first", window=37),
     Heads(4, 4, 96, 64, softcap=30.0, window=200),
     Heads(14, 2, 64, 32, "last"),
-    Heads(2, 2, 256, 256, "first"),
+    Heads(2, 2, 512, 512, "first"),
     Heads(8, 1, 64, 64, window=128, has_sinks=True),
 ]
 ODD = Heads(4, 2, 80, 32, window=150)  # of dense pages alone
