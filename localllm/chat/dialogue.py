@@ -66,8 +66,8 @@ class Dialogue:
         return self.given(self.messages)
 
     def given(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages as the template is given them: without the thoughts of earlier answers."""
-        return joined([{**each, "content": self._apart(each)[1]} if _is_answer(each) else each for each in messages])
+        """Return messages as the template is given them; it has the thoughts of earlier answers, or leaves them out."""
+        return joined(list(map(self._saved, messages)))
 
     def _saved(self, message: Message) -> Message:
         """Return a message with the thought in a field of its own."""

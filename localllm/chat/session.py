@@ -39,6 +39,7 @@ from localllm.chat.thoughts import (
     effort_of,
     thinking_of,
 )
+from localllm.chat.tool_words import adapted
 from localllm.config import shown_setting
 from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
 from localllm.runtime.selection import Selection
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request
     from localllm.runtime.engine_handle import EngineHandle, RequestStream
+    from localllm.text.chat_template import ChatInput
     from localllm.text.eviction import Evicted
 
 _SWITCH = "/set overflow"  # chooses a policy in a chat
@@ -237,8 +239,6 @@ class ChatSession:
             raise
 
     def _pending(self, said: str) -> PendingTurn:
-        from localllm.text.chat_template import ChatInput
-
         dialogue, tokenizer = self.dialogue, self._loaded.tokenizer
         tail = answer_ids(self._loaded.template, tokenizer, said, is_final=self._effort.is_off)
         sampling = Selection(self.selection.files, dialogue.resolved).sampling(self._extra)
@@ -258,7 +258,7 @@ class ChatSession:
             opens_turn=not said,
         )
         dialogue.leave(fitted.floor)
-        given = self._effort.told(ChatInput(dialogue.given(without(dialogue.messages, fitted.floor))))
+        given = self._given(without(dialogue.messages, fitted.floor))
         why = partial(explain, self._loaded, given, request.prompt_ids, num_out=fitted.floor)
         num_said = len(tail) if said else 0
         in_front = request.prompt_ids[: len(request.prompt_ids) - num_said]
@@ -278,10 +278,16 @@ class ChatSession:
         return said.removeprefix(opened).lstrip("\n")
 
     def _encode(self, messages: Sequence[Message]) -> list[int]:
-        from localllm.text.chat_template import ChatInput, encode_chat
+        from localllm.text.chat_template import encode_chat
 
-        given = self._effort.told(ChatInput(self.dialogue.given(messages)))
-        return encode_chat(self._loaded.template, self._loaded.tokenizer, given)
+        return encode_chat(self._loaded.template, self._loaded.tokenizer, self._given(messages))
+
+    def _given(self, messages: Sequence[Message]) -> ChatInput:
+        """Return messages as the chat template is given them."""
+        from localllm.text.chat_template import ChatInput
+
+        chat = ChatInput(self.dialogue.given(messages))
+        return self._effort.told(adapted(self._loaded.template, chat))
 
     @property
     def _effort(self) -> Effort:

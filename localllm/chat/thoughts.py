@@ -6,11 +6,12 @@ Knows the marks of thoughts, and which variables chat templates have for them. K
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import harmony
-from localllm.errors import Fix, UsageError
+from localllm.errors import Fix, TemplateError, UsageError
 from localllm.settings import THOUGHT_LEVELS
 
 if TYPE_CHECKING:
@@ -22,11 +23,19 @@ if TYPE_CHECKING:
 _ENDING_IDS = 12  # of a prompt, in which a template opens a thought
 THOUGHT_MARKS = {
     "<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>", "<mm:think>": "</mm:think>", "<|channel>thought": "<channel|>",
+    "<|START_THINKING|>": "<|END_THINKING|>", "<|inner_prefix|>": "<|inner_suffix|>", "◁think▷": "◁/think▷",
 }  # fmt: skip
 OPENS, CLOSES = next(iter(THOUGHT_MARKS.items()))
-_ALL_MARKS = tuple(mark for pair in THOUGHT_MARKS.items() for mark in pair)
-SWITCHES = ("enable_thinking", "thinking")  # as templates call them
-LEVEL = "reasoning_effort"
+ALL_MARKS = tuple(mark for pair in THOUGHT_MARKS.items() for mark in pair)
+# What templates call a switch, with its values for on and off; levels; and a number of tokens.
+SWITCHES: Mapping[str, tuple[object, object]] = {
+    "enable_thinking": (True, False), "thinking": (True, False), "thinking_mode": ("enabled", "disabled"),
+    "thinking_option": ("on", "off"),
+}  # fmt: skip
+_LEVELS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+_NO_LEVELS = ("none", "no_think")  # which turn thinking off
+_BUDGET, _BUDGETS = "thinking_budget", {"low": 512, "medium": 4096, "high": 16384}
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Thinking:
     is_harmony: the answer has the format of harmony, and begins in the header of a message.
     is_final: a harmony answer begins in the message that is shown.
     shown_ids: special tokens that separate thoughts.
+    marks: of thoughts, as a `Grammar` has them.
     """
 
     splits: bool = False
@@ -47,6 +57,7 @@ class Thinking:
     is_harmony: bool = False
     is_final: bool = False
     shown_ids: frozenset[int] = frozenset()
+    marks: tuple[tuple[str, str], ...] = ()
 
     def splitter(self) -> Splitter | harmony.HarmonySplitter | None:
         """Return a splitter for one answer; None where there are no thoughts."""
@@ -58,7 +69,7 @@ class Thinking:
         """Return the grammar with the thoughts that may stand before it."""
         if form is None or self.is_harmony or not (self.is_thinking or self.may_come):
             return form
-        return replace(form, thoughts=tuple(THOUGHT_MARKS.items()), is_thinking=self.is_thinking)
+        return replace(form, thoughts=self.marks, is_thinking=self.is_thinking)
 
 
 NO_THOUGHTS = Thinking()
@@ -79,8 +90,9 @@ def thinking_of(
     is_thinking = begins_in_thought(tokenizer, prompt_ids)
     splits = is_thinking or splits_off_thoughts(template, tokenizer)
     may_come = splits and not has_thought(tokenizer, prompt_ids)
-    shown = special_among(tokenizer, _ALL_MARKS) if splits else frozenset()
-    return Thinking(splits=splits, is_thinking=is_thinking, may_come=may_come, shown_ids=shown)
+    shown = special_among(tokenizer, ALL_MARKS) if splits else frozenset()
+    marks = marks_in_grammar(tokenizer) if splits else ()
+    return Thinking(splits=splits, is_thinking=is_thinking, may_come=may_come, shown_ids=shown, marks=marks)
 
 
 def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, is_final: bool) -> list[int]:
@@ -102,8 +114,20 @@ def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, 
 
 
 def special_among(tokenizer: Tokenizer, marks: Iterable[str]) -> frozenset[int]:
-    """Return the marks that are special tokens, which an answer's text omits unless they are asked for."""
-    return frozenset(index for mark in marks if (index := tokenizer.token_id(mark)) in tokenizer.special_ids)
+    """Return the special tokens with which marks begin, which an answer's text omits unless they are asked for."""
+    return frozenset(index for mark in marks if (index := tokenizer.leading_token(mark)) in tokenizer.special_ids)
+
+
+def marks_in_grammar(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
+    """Return the marks of thoughts as a `Grammar` has them: special tokens by their numbers."""
+
+    def numbered(mark: str) -> str:
+        index = tokenizer.leading_token(mark)
+        if index is None or index not in tokenizer.special_ids:
+            return mark
+        return f"<[{index}]>{mark.removeprefix(tokenizer.token_text(index))}"
+
+    return tuple((numbered(opened), numbered(close)) for opened, close in THOUGHT_MARKS.items())
 
 
 def splits_off_thoughts(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
@@ -113,26 +137,57 @@ def splits_off_thoughts(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
     return has_tokens or any(map(may_think, template.sources.values()))
 
 
+def has_levels(template: ChatTemplate) -> bool:
+    """Return whether a template has levels of thinking."""
+    return any(map(template.asks_for, (*_LEVELS, _BUDGET)))
+
+
 def effort_variables(template: ChatTemplate, effort: str) -> dict[str, Any]:
     """Return the template's variables for this much thinking: "on", "off", or a level. Raises UsageError where the
     model has no such choice."""
-    switch = next((name for name in SWITCHES if template.asks_for(name)), None)
+    switch = next(filter(template.asks_for, SWITCHES), None)
     if effort in ("on", "off"):
-        if switch is not None:
-            return {switch: effort == "on"}
-        sources = "".join(template.sources.values())
-        if effort == "off" and template.asks_for(LEVEL) and ("'none'" in sources or '"none"' in sources):
-            return {LEVEL: "none"}
-        is_harmony = harmony.is_harmony(template)  # which `answer_ids` keeps from thinking
-        thinks = is_harmony or any(map(may_think, template.sources.values()))
-        if is_harmony or (effort == "on") == thinks:
-            return {}
-        why = f"as its chat template has it, this model {'always thinks' if thinks else 'does not think'}"
-        raise UsageError(f"thinking cannot be {effort}", why=why)
-    if template.asks_for(LEVEL):
-        return {LEVEL: effort}
+        return _switched(template, switch, is_on=effort == "on")
+    level = next(filter(template.asks_for, _LEVELS), None)
+    if level is not None:
+        _require_level(template, level, effort)
+        return {level: effort}
+    if template.asks_for(_BUDGET) and effort in _BUDGETS:
+        return {_BUDGET: _BUDGETS[effort]}
     why = f"its chat template knows no levels{'' if switch is None else ', only on and off'}"
     raise UsageError(f"thinking cannot be {effort}", why=why)
+
+
+def _switched(template: ChatTemplate, switch: str | None, *, is_on: bool) -> dict[str, Any]:
+    """Return the variables that turn thinking on or off. Raises UsageError where there are none, and it is not so."""
+    if switch is not None:
+        on, off = SWITCHES[switch]
+        return {switch: on if is_on else off}
+    if not is_on and template.asks_for(_BUDGET):
+        return {_BUDGET: 0}
+    sources = "".join(template.sources.values())
+    level = next(filter(template.asks_for, _LEVELS), None)
+    none = next((word for word in _NO_LEVELS if f"'{word}'" in sources or f'"{word}"' in sources), None)
+    if not is_on and level is not None and none is not None:
+        return {level: none}
+    is_harmony = harmony.is_harmony(template)  # which `answer_ids` keeps from thinking
+    thinks = is_harmony or any(map(may_think, template.sources.values()))
+    if is_harmony or is_on == thinks:
+        return {}
+    why = f"as its chat template has it, this model {'always thinks' if thinks else 'does not think'}"
+    raise UsageError(f"thinking cannot be {'on' if is_on else 'off'}", why=why)
+
+
+def _require_level(template: ChatTemplate, variable: str, level: str) -> None:
+    """Raises UsageError for a level that the template refuses, as its rendering of a question shows."""
+    question = [{"role": "user", "content": "?"}]
+    with suppress(TemplateError):
+        template.render(question)
+        variables: dict[str, Any] = {variable: level}
+        try:
+            template.render(question, **variables)
+        except TemplateError as error:
+            raise UsageError(f"thinking cannot be {level}", why=error.why) from None
 
 
 @dataclass(frozen=True)
@@ -230,7 +285,7 @@ def split(text: str, *, is_thinking: bool = False) -> tuple[str, str]:
 
 def may_think(template: str) -> bool:
     """Return whether a chat template knows of thoughts."""
-    return any(mark in template for mark in (*_ALL_MARKS, "enable_thinking"))
+    return any(mark in template for mark in (*ALL_MARKS, "enable_thinking"))
 
 
 class Splitter:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.context import text_of
+from localllm.chat.template_traits import traits_of, with_thoughts
 from localllm.errors import TemplateError, UsageError
 
 if TYPE_CHECKING:
@@ -16,25 +17,17 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-_PROBE = {"name": "a_tool_that_nobody_has", "description": "Does nothing."}
-_PROBE_TOOL = {"type": "function", "function": {**_PROBE, "parameters": {"type": "object", "properties": {}}}}
-
-
-def knows_tools(template: ChatTemplate) -> bool:
-    """Return whether the template tells its model of tools. Asking it takes a fraction of a millisecond."""
-    try:
-        return _PROBE["name"] in template.render([{"role": "user", "content": "?"}], tools=[_PROBE_TOOL])
-    except TemplateError:
-        return False
-
 
 def has_calls(messages: Sequence[Message]) -> bool:
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
-def told_in_words(template: ChatTemplate, chat: ChatInput) -> ChatInput:
-    """The same chat for a template that knows no tools, where it has any. Raises UsageError for calls that are none."""
-    if not (chat.tools or has_calls(chat.messages)) or knows_tools(template):
+def adapted(template: ChatTemplate, chat: ChatInput) -> ChatInput:
+    """The same chat as the template has it: thoughts under its name for them, and tools in words where it knows none.
+    Raises UsageError for calls that are none."""
+    traits = traits_of(template)
+    chat = replace(chat, messages=with_thoughts(traits, chat.messages))
+    if not (chat.tools or has_calls(chat.messages)) or traits.tells_tools:
         return chat
     with_tools = _rendered(template, chat)
     if with_tools is not None and with_tools != _rendered(template, replace(chat, tools=None)):

@@ -18,7 +18,7 @@ from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
 from localllm.chat.session import PendingTurn
-from localllm.chat.tool_words import told_in_words
+from localllm.chat.tool_words import adapted
 from localllm.cli import options
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
 from localllm.cli.context import CliContext, cli_context
@@ -319,7 +319,7 @@ def _answers(
         given = None
         if source.chat is not None and encoder.template is not None:
             chat = replace(source.chat, messages=without(source.chat.messages, fitted.floor))
-            given = encoder.effort.told(told_in_words(encoder.template, chat))
+            given = encoder.effort.told(adapted(encoder.template, chat))
         why = partial(explain, engine, given, fitted.prompt_ids, num_out=fitted.floor)
         thinking = encoder.thinking(request.prompt_ids)
         if flags["show_thoughts"] and not thinking.splits:

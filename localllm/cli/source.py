@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
-from localllm.chat.tool_words import told_in_words
+from localllm.chat.tool_words import adapted
 from localllm.cli.context import CliContext
 from localllm.cli.options import option
 from localllm.cli.output import Output
@@ -51,7 +51,7 @@ class Source:
         template = ChatTemplate.load(directory)
         effort = effort_of(resolved, template, "--think")
         ends = effort.is_off and self.chat.add_generation_prompt and is_harmony(template)
-        return template.render_chat(effort.told(told_in_words(template, self.chat))) + (FINAL if ends else "")
+        return template.render_chat(effort.told(adapted(template, self.chat))) + (FINAL if ends else "")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Encoder:
 
         if source.chat is None or self.template is None:
             return tuple(self.tokenizer.encode(source.raw or "", special=True, bos=True))
-        chat = self.effort.told(told_in_words(self.template, source.chat))
+        chat = self.effort.told(adapted(self.template, source.chat))
         tail = answer_ids(self.template, self.tokenizer, is_final=self.has_form or self.effort.is_off)
         return (*encode_chat(self.template, self.tokenizer, chat), *tail)
 

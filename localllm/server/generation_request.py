@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from localllm.chat.answer import seeded
 from localllm.chat.harmony import is_harmony
 from localllm.chat.thoughts import (
-    LEVEL,
+    ALL_MARKS,
     SWITCHES,
-    THOUGHT_MARKS,
     Splitter,
     begins_in_thought,
     closing_mark,
     effort_variables,
+    has_levels,
     has_thought,
 )
 from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
@@ -249,7 +249,7 @@ def _fitted(request: GenerationRequest, engine: LoadedEngine, ctx: int, output: 
         ids = [*encode_chat(engine.template, engine.tokenizer, shown), *output.tail_ids]
         if not request.said:
             return ids
-        if not any(mark in request.said for pair in THOUGHT_MARKS.items() for mark in pair):
+        if not any(mark in request.said for mark in ALL_MARKS):
             # The begun answer goes on outside of a thought that the template has opened.
             close = closing_mark(engine.tokenizer, ids)
             ids += engine.tokenizer.encode(close and f"{close}\n\n", special=True)
@@ -278,7 +278,7 @@ def chat_of(
 ) -> ChatInput:
     """Return the chat as the model's template knows it: few have a role for developers. Raises RequestError for
     variables that the template does not read."""
-    if effort == usual_effort and not any(map(engine.template.asks_for, (LEVEL, *SWITCHES))):
+    if effort == usual_effort and not (has_levels(engine.template) or any(map(engine.template.asks_for, SWITCHES))):
         effort = None
     variables = _variables(engine, chat.variables, effort, effort_field)
     if _mentions(engine, "developer"):
@@ -300,7 +300,7 @@ def _variables(engine: LoadedEngine, given: Mapping[str, Any], effort: str | Non
     if effort is None:
         return dict(given)
     wanted = "off" if effort == "none" else effort
-    if wanted not in ("on", "off") and not engine.template.asks_for(LEVEL):
+    if wanted not in ("on", "off") and not has_levels(engine.template):
         wanted = "on" if any(map(engine.template.asks_for, SWITCHES)) else wanted
     try:
         return {**effort_variables(engine.template, wanted), **given}

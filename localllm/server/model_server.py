@@ -20,7 +20,7 @@ from localllm.server.access_log import Metrics
 from localllm.server.errors import RequestError, busy
 from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
 from localllm.server.stream import GenerationStream
-from localllm.server.tools.tool_formats import schema_source
+from localllm.server.tools.tool_grammars import schema_source
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar

@@ -24,7 +24,7 @@ from jinja2.exceptions import SecurityError
 from localllm.errors import MODEL, CheckpointError, Fix, TemplateError, TokenizerError, UsageError
 from localllm.hub.gguf_files import place_of
 from localllm.models.strict_json import JsonLimits, parse_json
-from localllm.text.template_marks import SpecialMarks
+from localllm.text.template_marks import SpecialMarks, WrittenText
 from localllm.text.template_sandbox import (
     TIME_LIMIT_S,
     Budget,
@@ -237,6 +237,9 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, chat: ChatInput) -
     messages, tools, variables = plain_data([list(chat.messages), chat.tools, chat.variables])
     taken = frozenset(json.dumps([messages, tools, variables], ensure_ascii=False))
     marks, marked = template.with_marks(tokenizer.special_texts, taken)
+    for message, given in zip(messages, chat.messages, strict=True):
+        if isinstance(text := given.get("content"), WrittenText):
+            message["content"] = marks.marked(text)
     roles = {name: marks.mark(variables[name]) for name in SPECIAL_ROLES if isinstance(variables.get(name), str)}
     text = marked.render(messages, tools=tools, add_generation_prompt=chat.opens_turn, **{**variables, **roles})
     ids = tokenizer.with_bos(tokenizer.encode_pieces(marks.pieces(text)))

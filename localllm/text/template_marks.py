@@ -12,8 +12,9 @@ Knows nothing about running templates or encoding texts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
+from typing import Self
 
 from localllm.errors import UsageError
 
@@ -23,6 +24,18 @@ _ROLE = re.compile(
     r"(?<![a-z0-9_])(?:user|assistant|system|tool|developer|function|observation|ipython|model)(?![a-z0-9_])",
     re.IGNORECASE,
 )
+
+
+class WrittenText(str):
+    """A text of ours within a message, in which special tokens are meant where `pieces` says so."""
+
+    __slots__ = ("pieces",)
+    pieces: Sequence[tuple[str, bool]]  # as `SpecialMarks.pieces` has them
+
+    def __new__(cls, pieces: Sequence[tuple[str, bool]]) -> Self:
+        text = super().__new__(cls, "".join(piece for piece, _ in pieces))
+        text.pieces = pieces
+        return text
 
 
 class SpecialMarks:
@@ -61,6 +74,10 @@ class SpecialMarks:
         if end := next(filter(literal.startswith, self._ends), ""):
             literal = self._ends[end] + literal.removeprefix(end)
         return literal
+
+    def marked(self, text: WrittenText) -> str:
+        """Return a text of ours with marks for its special tokens."""
+        return "".join(self.mark(piece) if is_special else piece for piece, is_special in text.pieces)
 
     def pieces(self, rendered: str) -> list[tuple[str, bool]]:
         """Split a rendered prompt into texts, none empty: (special token, True) or (plain text, False)."""

@@ -1,7 +1,7 @@
 """Run chat templates in jinja2's immutable sandbox, with limits of time and size.
 
 A template is a program by a stranger. A well-meant one gets what transformers' apply_chat_template gives it, except
-that `|string` of a list or mapping is JSON: Python's repr is not a format for a model to read.
+that `tools|string` is JSON, as huggingface.js has it: Python's repr is not a format to describe tools in.
 
 Every value that a template makes is counted, and what could become much larger than its parts (a product, a padding, a
 replacement) is refused before it is made. Each loop, call, filter and literal looks at the clock, which works in any
@@ -345,8 +345,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self._charge_join(str(d), value)
         return str(d).join(map(str, value))
 
-    def _string(self, value: Any) -> str:
-        return self._tojson(value) if isinstance(value, (list, dict)) else str(value)
+    @pass_context
+    def _string(self, context: Context, value: Any) -> str:
+        return self._tojson(value) if value and value is context.get("tools") else str(value)
 
     def _tojson(
         self,

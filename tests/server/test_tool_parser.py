@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm import hub
+from localllm.server.tools.argument_readers import ValueEnd
 from localllm.server.tools.deltas import AnswerParser, Part, Says
 from localllm.server.tools.output_format import OutputFormat
 from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
-from localllm.server.tools.tool_parser import ValueEnd, partial_object
+from localllm.server.tools.tool_parser import partial_object
 from localllm.server.tools.toolset import Tool, Toolset
 from localllm.text.tokenizer import Tokenizer
 from tests.server.support import Json
@@ -74,6 +75,37 @@ RECORDED: list[tuple[str, str, Sequence[Part]]] = [
     ("llama", '{"name": "weather", "parameters": {"unit": "C"}}', UNIT),
     ("llama", '<|python_tag|>{"name": "weather", "parameters": {"unit": "C"}}; {"name": "clock", "parameters": {}}',
      [*UNIT, *NOON]),
+    *(("qwen-xml", f"{before}<function=weather>\n<parameter=unit>\nC\n</parameter>\n</function>{behind}", UNIT)
+      for before, behind in (("<tool_call>\n", "\n</tool_call>"), ("", "\n</tool_call>"), ("<tool_call>", ""))),
+    ("qwen-xml", 'It is.\n\n<tool_call><function=weather><parameter=unit>C</parameter></function></tool_call>\n'
+     "<tool_call>\n<function=clock>\n</function>\n</tool_call>", [("text", "It is."), *UNIT, *NOON]),
+    ("qwen-xml", '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>', UNIT),
+    ("seed", "<seed:tool_call>\n<function=weather>\n<parameter=unit>C</parameter>\n</function>\n</seed:tool_call>",
+     UNIT),
+    ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="unit">C</parameter>\n</invoke>\n'
+     '<invoke name="clock">\n</invoke>\n</minimax:tool_call>', [*UNIT, *NOON]),
+    *((family, f"<tool_call>weather{line}<arg_key>unit</arg_key>{line}<arg_value>C</arg_value>{line}</tool_call>"
+       f"{line}<tool_call>clock{line}</tool_call>", [*UNIT, *NOON])
+      for family in ("glm", "glm-line") for line in ("", "\n")),
+    ("gemma", '<|tool_call>call:weather{unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:clock{}<tool_call|>',
+     [*UNIT, *NOON]),
+    ("gemma", '<|tool_call>call:weather{"unit": "C"}<tool_call|>', UNIT),
+    *(("lfm", f"Let me look.<|tool_call_start|>[weather(unit={said}), clock()]<|tool_call_end|>",
+       [("text", "Let me look."), *UNIT, *NOON]) for said in ('"C"', "'C'", "'\\x43'", '"\\u0043",')),
+    ("lfm", "<|tool_call_start|>weather(unit='C')<|tool_call_end|>", UNIT),
+    ("lfm", '<|tool_call_start|>[{"name": "weather", "arguments": {"unit": "C"}}]<|tool_call_end|>', UNIT),
+    ("granite-list", '<|tool_call|>[{"name": "weather", "arguments": {"unit": "C"}}, '
+     '{"name": "clock", "arguments": {}}]', [*UNIT, *NOON]),
+    ("deepseek-function", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+     '{"unit": "C"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [*UNIT, *NOON]),
+    ("deepseek", "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+     '{"unit": "C"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [("text", "Let me look."), *UNIT, *NOON]),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+     '{"unit": "C"}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+     "<|tool_calls_section_end|>", [*UNIT, *NOON]),
+    ("mistral-id", '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"unit": "C"}[TOOL_CALLS]clock[ARGS]{}', [*UNIT, *NOON]),
     ("harmony", HARMONY_THOUGHT + HARMONY_CALL + '{"unit": "C"}', [("thought", "Hm."), *UNIT]),
     ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"unit": "C"}', UNIT),
     ("harmony", HARMONY_THOUGHT + "<|channel|>final<|message|>It is < warm.",
@@ -101,6 +133,19 @@ TEXTS: list[tuple[str, str]] = [
     ("mistral", "[TOOL_CALLS]nobody"),
     ("mistral", "[TOOL_CALLS]nobody[ARGS]null"),
     ("mistral-list", "[TOOL_CALLS] [1, 2]"),
+    ("qwen-xml", "<tool_call>\n<function=nobody>\n</function>\n</tool_call>"),
+    ("qwen-xml", "<tool_call>\n<function=weather>\nunit=C\n</function>\n</tool_call>"),
+    ("qwen-xml", "<tool_call>\n<function=weather>\n<parameter=unit>\nC\n</parameter>\n"),
+    ("qwen-xml", "A <function=weather> is how a call begins."),
+    ("glm", "<tool_call>weather\n<arg_key>unit</arg_key>\n<arg_val>C</arg_val>\n</tool_call>"),
+    ("glm", "<tool_call>weather in Rome</tool_call>"),
+    ("gemma", "<|tool_call>call:weather{unit:C}<tool_call|>"),
+    ("gemma", '<|tool_call>call:nobody{unit:<|"|>C<|"|>}<tool_call|>'),
+    ("lfm", "<|tool_call_start|>[weather(unit=C)]<|tool_call_end|>"),
+    ("lfm", "<|tool_call_start|>[clock(), weather(C)]<|tool_call_end|>"),
+    ("lfm", '<|tool_call_start|>[nobody(unit="C")]<|tool_call_end|>'),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{unit}<｜tool▁call▁end｜>"),
+    ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0<|tool_call_argument_begin|>{}"),
     ("llama", '{"unit": "C"} is an object, and no call'),
     ("llama", '{"name": "Ada", "born": 1815}'),
     ("llama", "{ is a brace"),
@@ -129,12 +174,10 @@ def reader_of(family: str, *, streams: bool = False, splits: bool = False, says:
     return parser
 
 
-def certain(family: str, *arguments: str) -> str:
+def certain(family: str, *arguments: Json) -> str:
     """A call of each tool, as a grammar lets them be made; of one, where the family makes no more."""
     written = BY_NAME[family]
-    named = zip(NAMES, arguments, strict=False)
-    calls = [f"{written.begins}{name}{written.middle}{each}{written.ends}" for name, each in named]
-    return written.first + written.between.join(calls[:1] if written.one_call else calls) + written.last
+    return written.written(list(zip(NAMES, arguments, strict=False))[: 1 if written.one_call else 2])
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
@@ -168,23 +211,28 @@ def test_the_pieces_in_which_it_comes_make_no_difference(
     assert read(reader_of(family, splits=splits), cut(text, places), is_cut=is_cut) == whole
 
 
-_MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>",
-          "<|end|>", "<|start|>", '{"name": "weather", "arguments": {', '"unit": "C"', "}", "}}", "[", "]", "null",
-          '""', '"', "\\", "\n", " ", "weather", "final", "analysis", "to=functions.clock", "a", ";", ","]  # fmt: skip
+_MARKS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", '{"name": "weather", "arguments": {', '"unit": "C"',
+          "}", "}}", "[", "]", "null", '""', '"', "\\", "\n", " ", "weather", "final", "analysis", "to=functions.clock",
+          "a", ";", ",", "(", ")", "unit=", "unit:", "'C'", "<function=weather>\n", "<parameter=unit>\n", "```json",
+          *(mark for form in BY_NAME.values() for mark in (*form.opens, *form.special))]  # fmt: skip
 
 
 @given(
     family=st.sampled_from(sorted(BY_NAME)),
     pieces=st.lists(st.sampled_from(_MARKS), max_size=14),
+    begins=st.booleans(),
     places=st.lists(st.integers(0, 200), max_size=8),
     streams=st.booleans(),
     is_cut=st.booleans(),
 )
 @settings(max_examples=examples(120), deadline=None)
 def test_nothing_that_a_model_says_is_too_odd(
-    family: str, pieces: list[str], places: list[int], streams: bool, is_cut: bool
+    family: str, pieces: list[str], begins: bool, places: list[int], streams: bool, is_cut: bool
 ) -> None:
     text = "".join(pieces)
+    if begins:  # like a call
+        form = BY_NAME[family]
+        text = f"{form.first}{form.begins}weather{form.middle}{text}{form.ends}{form.last}"
     whole = read(reader_of(family, streams=streams), [text], is_cut=is_cut)
     assert read(reader_of(family, streams=streams), cut(text, places), is_cut=is_cut) == whole
     calls = [part for part in whole if part[0] == "call"]
@@ -214,15 +262,16 @@ def test_a_thought_is_one_while_it_is_written() -> None:
 # Calls that a grammar has seen to
 
 
-@pytest.mark.parametrize("family", ["hermes", "generic", "mistral", "mistral-list", "llama", "harmony"])
+@pytest.mark.parametrize("family", BY_NAME)
 def test_the_arguments_of_a_certain_call_are_given_out_as_they_come(family: str) -> None:
-    arguments = json.dumps({"unit": "C", "list": [{}, "}"]})
-    text = certain(family, arguments, arguments)
+    text = certain(family, said := {"unit": "C", "list": [{}, "}"]}, said)
     reader, given_out = reader_of(family, streams=True), 0
     for char in text:
         given_out += any(kind == "arguments" for kind, _ in reader.feed(char))
-    assert given_out >= len(arguments) and reader.end(is_cut=False) == []
+    assert given_out >= 4 and reader.end(is_cut=False) == []
     parts = read(reader_of(family, streams=True), [text])
+    in_order = sorted(said) if BY_NAME[family].name == "gemma" else said
+    arguments = json.dumps({name: said[name] for name in in_order})
     told = [part for name in NAMES for part in (("call", name), ("arguments", arguments))]
     assert parts == told[: 2 if BY_NAME[family].one_call else 4]
 
@@ -263,16 +312,16 @@ def read_by_parts(text: str, family: str, splits: bool, says: Says) -> Iterator[
 @pytest.mark.parametrize("blank", ["", "\n\n"])
 @pytest.mark.parametrize("family", BY_NAME)
 def test_nothing_is_said_beside_a_call_that_has_to_be_made(family: str, blank: str, splits: bool) -> None:
-    arguments = '{"unit": "C", "days": [1, 2]}', "{}"
-    for parts in read_by_parts(blank + certain(family, *arguments), family, splits, "nothing"):
+    said: Json = {"days": [1, 2], "unit": "C"}
+    for parts in read_by_parts(blank + certain(family, said, {}), family, splits, "nothing"):
         assert {kind for kind, _ in parts} <= {"call", "arguments"}
-        assert "".join(arguments).startswith("".join(said for kind, said in parts if kind == "arguments"))
+        assert f"{json.dumps(said)}{{}}".startswith("".join(part for kind, part in parts if kind == "arguments"))
 
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("family", [family for family in BY_NAME if family not in ("harmony", "llama")])
 def test_a_call_in_the_place_of_json_is_never_said(family: str, splits: bool) -> None:
-    for parts in read_by_parts("\n\n" + certain(family, '{"unit": "C"}', "{}"), family, splits, "json"):
+    for parts in read_by_parts("\n\n" + certain(family, {"unit": "C"}, {}), family, splits, "json"):
         assert {kind for kind, _ in parts} <= {"call", "arguments"}
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from localllm import hub
 from localllm.chat.harmony import is_harmony
+from localllm.chat.template_traits import traits_of, with_thoughts
 from localllm.server.tools.output_format import output_format_of, prompt_of
 from localllm.server.tools.tool_formats import tool_format_of
 from localllm.server.tools.toolset import Tool, call_of, toolset
@@ -36,8 +37,10 @@ CASES = {
     "NousResearch/Hermes-2-Pro-Llama-3-8B (JSON Schema)": "hermes",
     "meta-llama/Llama-3.1-8B-Instruct": "llama",
     "meta-llama/Llama-3.2-11B-Vision-Instruct": "llama",
-    "Qwen/Qwen3.5-4B": "generic",  # whose calls are of another form
-    "zai-org/GLM-5.1": "generic",
+    "Qwen/Qwen3.5-4B": "qwen-xml",
+    "zai-org/GLM-5.1": "glm-line",
+    "moonshotai/Kimi-K2-Thinking": "kimi",
+    "openbmb/MiniCPM3-4B": "generic",  # whose calls are of another form
 }
 Find = Callable[[str], ChatTemplate]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -70,8 +73,8 @@ def template_of(shared_data: Callable[[str], Path]) -> Find:
 
 
 def prompt(template: ChatTemplate, messages: list[Json], tools: Any = TOOLS) -> str:
-    told_messages, told_tools = prompt_of(messages, tools, tool_format_of(template))
-    return template.render(told_messages, tools=told_tools)
+    told_messages, told_tools = prompt_of(messages, tools, tool_format_of(template), traits_of(template))
+    return template.render(with_thoughts(traits_of(template), told_messages), tools=told_tools)
 
 
 @pytest.mark.parametrize(("name", "family"), [*FAMILIES.items(), *CASES.items()])

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.context import text_of
 from localllm.chat.harmony import FINAL, is_harmony
-from localllm.chat.thoughts import THOUGHT_MARKS, special_among, splits_off_thoughts
+from localllm.chat.template_traits import USUAL, TemplateTraits, traits_of, with_thoughts
+from localllm.chat.thoughts import ALL_MARKS, marks_in_grammar, special_among, splits_off_thoughts
 from localllm.chat.tool_words import has_calls, in_words
 from localllm.server.errors import RequestError
 from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
-from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of, tools_lark
+from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
+from localllm.server.tools.tool_grammars import tools_lark
 from localllm.server.tools.tool_parser import HarmonyParser, ToolCallParser
 from localllm.server.tools.toolset import Toolset
 from localllm.text.grammar.grammar import Grammar
+from localllm.text.template_marks import WrittenText
 
 if TYPE_CHECKING:
     from localllm.text.chat_template import ChatInput, ChatTemplate
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 _SHORT_ID = 9  # letters and digits, as Mistral's templates demand
+_OWN_ID = re.compile(r"(?:call|toolu)_(?:[0-9a-f]{24}|\d+_\d+)")  # as the server makes them
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class OutputFormat:
 
     tool_format: of calls; None where there are none and the answer is not harmony
     splits: there may be thoughts
+    traits: of the chat template
     tail: text behind the prompt, where the answer has to begin within the final message
     no_tools: the template's `tools` where there are none; of several templates, only the one for tools knows calls
     """
@@ -41,6 +49,7 @@ class OutputFormat:
     tools: Toolset | None
     tool_format: ToolFormat | None
     splits: bool
+    traits: TemplateTraits = USUAL
     tail: str = ""
     no_tools: tuple[()] | None = None
 
@@ -51,17 +60,17 @@ class OutputFormat:
     @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that are written out, as the parser needs them."""
-        thoughts = [mark for pair in THOUGHT_MARKS.items() for mark in pair] if self.splits else []
+        thoughts = ALL_MARKS if self.splits else ()
         return special_among(self.tokenizer, [*(self.tool_format.special if self.tool_format else ()), *thoughts])
 
     def template_input(self, chat: ChatInput) -> ChatInput:
         """Return the chat as the model's template wants it."""
-        if self.tool_format is None:
-            return chat
-        messages, tools = prompt_of(chat.messages, self.tools, self.tool_format)
-        if tools is None and self.tool_format.is_in_template:
-            tools = self.no_tools
-        return replace(chat, messages=messages, tools=tools)
+        messages, tools = list(chat.messages), chat.tools
+        if self.tool_format is not None:
+            messages, tools = prompt_of(messages, self.tools, self.tool_format, self.traits)
+            if tools is None and self.tool_format.is_in_template:
+                tools = self.no_tools
+        return replace(chat, messages=with_thoughts(self.traits, messages), tools=tools)
 
     def grammar(
         self, answer: Grammar | None, answer_field: str, *, is_thinking: bool, may_think: bool
@@ -79,7 +88,7 @@ class OutputFormat:
         if found is None or self.tool_format is HARMONY:
             return found
         splits = is_thinking or (self.splits and may_think)
-        return replace(found, thoughts=tuple(THOUGHT_MARKS.items()) if splits else (), is_thinking=is_thinking)
+        return replace(found, thoughts=marks_in_grammar(self.tokenizer) if splits else (), is_thinking=is_thinking)
 
     def parser(self, *, is_thinking: bool, has_form: bool) -> AnswerParser | None:
         """Return a new parser of one answer; None where all of it is text. has_form: its text is held to a grammar."""
@@ -91,7 +100,8 @@ class OutputFormat:
         if self.tool_format is None or tools is None:
             return ThoughtParser(is_thinking=is_thinking) if splits else None
         says: Says = "nothing" if tools.must_call else "json" if has_form else "anything"
-        said = ToolCallParser(self.tool_format, names, streams=streams, says=says)
+        schemas = {tool.name: tool.schema for tool in tools.choices}
+        said = ToolCallParser(self.tool_format, schemas, streams=streams, says=says)
         return ThoughtParser(is_thinking=is_thinking, said=said) if splits else said
 
 
@@ -104,17 +114,19 @@ def output_format_of(
     is_begun: bool,
 ) -> OutputFormat:
     """is_begun: the answer goes on with its text: no thought and no call is in front of it."""
-    splits = splits_off_thoughts(template, tokenizer)
+    splits, traits = splits_off_thoughts(template, tokenizer), traits_of(template)
     if is_harmony(template):
-        return OutputFormat(tokenizer, tools, HARMONY, splits=False, tail=FINAL if is_begun else "")
+        return OutputFormat(tokenizer, tools, HARMONY, splits=False, traits=traits, tail=FINAL if is_begun else "")
     if tools is None and not has_calls(messages):
-        return OutputFormat(tokenizer, None, None, splits)
+        return OutputFormat(tokenizer, None, None, splits, traits)
     no_tools = () if "tool_use" in template.sources else None
-    return OutputFormat(tokenizer, tools, tool_format_of(template), splits, no_tools=no_tools)
+    return OutputFormat(tokenizer, tools, tool_format_of(template), splits, traits, no_tools=no_tools)
 
 
-def prompt_of(messages: Sequence[Message], tools: Toolset | None, form: ToolFormat) -> tuple[list[Message], Any]:
-    """Return the messages and the `tools` that a chat template is given."""
+def prompt_of(
+    messages: Sequence[Message], tools: Toolset | None, form: ToolFormat, traits: TemplateTraits = USUAL
+) -> tuple[list[Message], Any]:
+    """Return the messages and the `tools` that a chat template is given. traits: of that."""
     told = [tool.template_input for tool in tools.tools] if tools else None
     if not form.is_in_template:
         return in_words(messages, [tool["function"] for tool in told or ()]), None
@@ -124,9 +136,16 @@ def prompt_of(messages: Sequence[Message], tools: Toolset | None, form: ToolForm
     if form.answers_results:
         found = list(_answered(found))
     if form.has_short_ids:
-        found = [_with_short_ids(message) for message in found]
+        found = [_with_ids(message, _short_id) for message in found]
+    if form.has_named_ids:
+        named = _named_ids(found, counts_on=traits.tells_ids)
+        found = [_with_ids(message, lambda call_id: named.get(call_id, call_id)) for message in found]
     if form.is_harmony:
         found = [_with_thinking(message) for message in found]
+    if not traits.called:
+        found = [_with_written_calls(message, form) for message in found]
+    elif traits.has_text_arguments:
+        found = [_with_text_arguments(message) for message in found]
     return found, told
 
 
@@ -154,10 +173,10 @@ def _answered(messages: Sequence[Message]) -> Iterator[Message]:
         yield message
 
 
-def _with_short_ids(message: Message) -> Message:
+def _with_ids(message: Message, id_of: Callable[[str], str]) -> Message:
     if "tool_calls" in message:
-        return {**message, "tool_calls": [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]}
-    return {**message, "tool_call_id": _short_id(message["tool_call_id"])} if message["role"] == "tool" else message
+        return {**message, "tool_calls": [{**call, "id": id_of(call["id"])} for call in message["tool_calls"]]}
+    return {**message, "tool_call_id": id_of(message["tool_call_id"])} if message["role"] == "tool" else message
 
 
 def _short_id(call_id: str) -> str:
@@ -173,3 +192,38 @@ def _with_thinking(message: Message) -> Message:
         return message
     rest = {name: value for name, value in message.items() if name != "reasoning_content"}
     return {**rest, "content": "", "thinking": message["reasoning_content"]}
+
+
+def _named_ids(messages: Sequence[Message], *, counts_on: bool) -> dict[str, str]:
+    """Return ids as the model has them, in place of those that this server has made. counts_on: the numbers of a turn
+    go on from the turn before."""
+    found: dict[str, str] = {}
+    num_before = 0
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        for index, call in enumerate(calls):
+            if _OWN_ID.fullmatch(call["id"]):
+                found[call["id"]] = f"functions.{call['function']['name']}:{num_before + index}"
+        num_before += len(calls) if counts_on else 0
+    return found
+
+
+def _with_written_calls(message: Message, form: ToolFormat) -> Message:
+    """Write a turn's calls behind its text, for a template that has no others."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    if not calls or not all(isinstance(arguments, dict) for _, arguments in calls):
+        return message
+    marks = "|".join(map(re.escape, form.special))
+    parts = re.split(f"({marks})", form.written(calls))
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    pieces = [(text_of(message), False), *((part, index % 2 == 1) for index, part in enumerate(parts))]
+    return {**rest, "content": WrittenText(pieces)}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    def told(call: Message) -> Message:
+        function, arguments = call["function"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return {**message, "tool_calls": list(map(told, message["tool_calls"]))} if "tool_calls" in message else message

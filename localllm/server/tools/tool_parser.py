@@ -8,37 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
 from localllm.chat.harmony import Messages, Step, is_thought
 from localllm.chat.tool_words import arguments_of, loaded
+from localllm.server.tools.argument_readers import ArgumentsReader, Schema, ValueEnd
 from localllm.server.tools.deltas import Kind, Part, Says
 from localllm.server.tools.tool_formats import ToolFormat
 from localllm.text.tokenizer import valid_unicode
 
 _NAME = r"[a-zA-Z0-9_.-]{1,128}"
-_NAMED = rf"({_NAME})(?:\[CALL_ID\][\w-]*)?"
 _MOST_BLANKS = 256  # held back because a call might follow
+_MOST_HEAD = 400  # characters in front of the arguments of a call
 _BETWEEN = " \n;"  # between two calls: no text
-# What stands in front of the value that a call is, or whose arguments it is: {"name" ..., [{"name" ..., or name[ARGS]{
-_VALUE = re.compile(rf"\s*(?:{_NAMED}\[ARGS\]\s*(?=\{{)|(?=[{{\[]))")
-# A call without arguments: name[ARGS]null, or the next one right behind it, or the end.
-_ALONE = re.compile(rf'\s*{_NAMED}(?:\[ARGS\]\s*(?:null|"")|(?:\[ARGS\])?\s*(?=\[TOOL_CALLS\]))')
-_LAST_ALONE = re.compile(rf"\s*{_NAMED}(?:\[ARGS\])?\s*")
-_UNDECIDED = re.compile(
-    r"\s{0,64}(?:[a-zA-Z0-9_.-]{1,128}(?:\[CALL_ID\][\w-]{0,64})?(?:\[[A-Z_]{0,10}\]?)?\s{0,64}"
-    r"(?:\[[A-Z_]{0,10}|nu?l?l?|\")?)?"
-)
+# Behind a mark: the value that a call is, {"name" ..., [{"name" ...; and what may still become one.
+_OBJECT = re.compile(r"\s*(?:\{|\[\s*[{\]])")
+_BEGUN_OBJECT = re.compile(r"\s*(?:\[\s*)?")
 # All that stands in front of the arguments of a call, which may be the next one of a list.
-_HEAD = re.compile(
-    rf'[\s\[\]}},]*\{{\s*"name"\s*:\s*"(?P<of_object>{_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-    rf"|\s*(?P<alone>{_NAME})(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*(?=\{{)"
-)
-_BRACKETS = re.compile(r'["{}\[\]]')
-_IN_STRING = re.compile(r'["\\]')
+_HEAD = re.compile(rf'[\s\[\]}},]*\{{\s*"name"\s*:\s*"({_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _CALLED = re.compile(rf"to=(?:functions\.)?({_NAME})")  # in the header of a message of harmony
 
 
@@ -47,18 +37,18 @@ class ToolCallParser:
 
     is_thinking = False
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, streams: bool, says: Says) -> None:
-        """names: of the tools; a call of another one stays text.
+    def __init__(self, form: ToolFormat, tools: Mapping[str, Schema], *, streams: bool, says: Says) -> None:
+        """tools: the schemas of their arguments by their names; a call of another one stays text.
         streams: a grammar makes sure that calls are calls, written exactly as the format has them.
         says: what may stand beside them.
         """
         self._form = form
-        self._names = names
+        self._tools = tools
         self._streams = streams
         self._says = says
         self._pending = ""
-        self._body: _HeldCall | _StreamedCall | None = None
-        self._closes = False  # a closing mark may come
+        self._body: _HeldCall | _NamedCalls | None = None
+        self._closings: tuple[str, ...] = ()  # marks that may come
         self._has_called = False
         self._has_spoken = False  # since the last call
 
@@ -76,7 +66,7 @@ class ToolCallParser:
         rest, self._pending = self._pending, ""
         if self._has_called and not self._has_spoken:
             rest = rest.strip(_BETWEEN)
-            rest = "" if self._closes and self._form.closes.startswith(rest) else rest
+            rest = "" if any(mark.startswith(rest) for mark in self._closings) else rest
         return [("text", rest)] if rest and self._says == "anything" else []
 
     def _allowed(self, parts: list[Part]) -> list[Part]:
@@ -93,16 +83,16 @@ class ToolCallParser:
             if rest is None:
                 return False
             has_called = self._body.has_called
-            self._closes = has_called and bool(self._form.closes)
+            self._closings = self._form.closings if has_called else ()
             self._has_called |= has_called
             self._has_spoken = not has_called
             self._body = None
             return True
-        if self._closes:
-            closes, begun = self._form.closes, text.lstrip()
-            if closes.startswith(begun) and begun != closes and len(text) <= _MOST_BLANKS:
+        if self._closings:
+            mark, begun = self._closings[0], text.lstrip()
+            if mark.startswith(begun) and begun != mark and len(text) <= _MOST_BLANKS:
                 return False
-            self._closes, self._pending = False, begun.removeprefix(closes)
+            self._closings, self._pending = self._closings[1:], begun.removeprefix(mark)
             return True
         return self._read_text(parts) if self._says == "anything" else self._read_json(parts)
 
@@ -111,12 +101,12 @@ class ToolCallParser:
         if self._has_called and not self._has_spoken:
             text = text.lstrip(_BETWEEN)
         if self._form.is_bare and not self._has_spoken and (bare := text.lstrip())[:1] in ("{", "["):
-            return self._begin(text[: len(text) - len(bare)], bare)
+            return self._begin(text[: len(text) - len(bare)], "", bare)
         at, mark = min(((text.find(mark), mark) for mark in self._form.opens if mark in text), default=(-1, ""))
         if at >= 0:
             said = text[:at].rstrip()
             self._say(parts, said)
-            return self._begin(text[len(said) : at] + mark, text[at + len(mark) :])
+            return self._begin(text[len(said) : at], mark, text[at + len(mark) :])
         # What may be the beginning of a mark waits, and the blanks in front of it.
         held = max((n for mark in self._form.opens for n in range(len(mark)) if text.endswith(mark[:n])), default=0)
         said = text[: len(text) - held]
@@ -132,18 +122,18 @@ class ToolCallParser:
             self._pending = text = self._pending.lstrip(_BETWEEN)
             mark = next((mark for mark in self._form.opens if text.startswith(mark)), "")
             if mark or (self._form.is_bare and text[:1] in ("{", "[")):
-                return self._begin(mark, text[len(mark) :])
+                return self._begin("", mark, text[len(mark) :])
             if any(mark.startswith(text) for mark in self._form.opens):
                 return False
         self._say(parts, self._pending)
         self._pending = ""
         return False
 
-    def _begin(self, before: str, rest: str) -> bool:
-        """Begin what seems to be a call. before: text all the same if it is none."""
+    def _begin(self, blanks: str, mark: str, rest: str) -> bool:
+        """Begin what seems to be a call. blanks, mark: in front of it; text all the same if it is none."""
         self._pending = rest
-        body = _StreamedCall if self._streams else _HeldCall
-        self._body = body(before, self._form, self._names)
+        named = _NamedCalls(blanks, mark, self._form, self._tools, streams=self._streams)
+        self._body = named if self._streams else _HeldCall(blanks + mark, named, self._tools)
         return True
 
     def _say(self, parts: list[Part], text: str) -> None:
@@ -155,46 +145,66 @@ class ToolCallParser:
 class _HeldCall:
     """Holds what stands behind a mark until it is whole, and proves to be a call, a list of calls, or text."""
 
-    def __init__(self, before: str, _form: ToolFormat, names: Collection[str]) -> None:
-        self._before = before
-        self._names = names
-        self._held: list[str] = []
-        self._called: str | None = None  # the name in front of the value
-        self._value: ValueEnd | None = None  # that is being written
-        self.has_called = False
+    def __init__(self, before: str, named: _NamedCalls, names: Collection[str]) -> None:
+        """before: text that it is if it is no call. named: reads calls that are not objects."""
+        self._body: _HeldObject | _NamedCalls | None = None
+        self._named = named
+        self._object = _HeldObject(before, names)
+        self._head = ""
+
+    @property
+    def has_called(self) -> bool:
+        return self._body is not None and self._body.has_called
 
     def feed(self, text: str) -> tuple[list[Part], str | None]:
         """Return (parts, what follows the calls; None as long as they go on)."""
-        if self._value is None:
-            head = "".join(self._held) + text
-            if (alone := _ALONE.match(head)) and alone[1] in self._names:
-                self.has_called = True
-                return _parts_of([(alone[1], {})]), head[alone.end() :]
-            start = _VALUE.match(head)
-            if start is None:
-                self._held = [head]
-                return ([], None) if _UNDECIDED.fullmatch(head) else ([("text", self._before + head[:1])], head[1:])
-            self._called, self._value = start[1], ValueEnd()
-            self._held, text = [head[: start.end()], ""], head[start.end() :]
-        at = self._value.feed(text)
+        if self._body is None:
+            self._head += text
+            if _OBJECT.match(self._head):
+                self._body = self._object
+            elif len(self._head) < _MOST_HEAD and _BEGUN_OBJECT.fullmatch(self._head):
+                return [], None
+            else:
+                self._body = self._named
+            text = self._head
+        return self._body.feed(text)
+
+    def end(self, *, is_cut: bool) -> list[Part]:
+        if self._body is None:
+            self._object.feed(self._head)
+        return (self._body or self._object).end(is_cut=is_cut)
+
+
+class _HeldObject:
+    """Reads a call that is an object {name, arguments}, or a list of those, whatever the order of its properties."""
+
+    def __init__(self, before: str, names: Collection[str]) -> None:
+        self._before = before
+        self._names = names
+        self._held: list[str] = []
+        self._end = ValueEnd()
+        self.has_called = False
+
+    def feed(self, text: str) -> tuple[list[Part], str | None]:
+        """As `_HeldCall` has it."""
+        at = self._end.feed(text)
         self._held.append(text[:at])
         if at is None:
             return [], None
-        calls = self._calls("".join(self._held[1:]))
+        whole = "".join(self._held)
+        calls = self._calls(whole)
         self.has_called = bool(calls)
-        return _parts_of(calls) if calls else [("text", self._before + "".join(self._held))], text[at:]
+        return _parts_of(calls) if calls else [("text", self._before + whole)], text[at:]
 
     def end(self, *, is_cut: bool) -> list[Part]:
         whole = "".join(self._held)
         if is_cut and (parts := list(self._cut(whole))):
             return parts
-        if not is_cut and self._value is None and (alone := _LAST_ALONE.fullmatch(whole)) and alone[1] in self._names:
-            return _parts_of([(alone[1], {})])
         return [("text", self._before + whole)]
 
     def _calls(self, text: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the calls of an object {name, arguments}, or of a list of those; none where one is not a call."""
-        value = loaded(text) if self._called is None else {"name": self._called, "arguments": text}
+        """Return the calls of an object, or of a list; none where one is not a call."""
+        value = loaded(text)
         found: list[tuple[str, dict[str, Any]]] = []
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, dict):
@@ -211,66 +221,161 @@ class _HeldCall:
     def _cut(self, whole: str) -> Iterator[Part]:
         """Yield the calls as far as they go."""
         at = 0
-        while (head := _HEAD.match(whole, at)) and (name := head["of_object"] or head["alone"]) in self._names:
+        while (head := _HEAD.match(whole, at)) and head[1] in self._names:
             length = ValueEnd().feed(rest := whole[head.end() :])
-            yield from (("call", name), ("arguments", rest[:length]))
+            yield from (("call", head[1]), ("arguments", rest[:length]))
             at = head.end() + len(rest[:length])
 
 
-class _StreamedCall:
-    """Emits calls as they come, which a grammar holds to the text that their format has."""
+class _NamedCalls:
+    """Reads a call whose name stands in front of its arguments, or a list of such calls.
 
-    def __init__(self, before: str, form: ToolFormat, names: Collection[str]) -> None:
-        self._before = before
+    Where a grammar holds them to what their format has, they are emitted as they come; else once they are whole.
+    """
+
+    def __init__(self, blanks: str, mark: str, form: ToolFormat, tools: Mapping[str, Schema], *, streams: bool) -> None:
+        """blanks, mark: in front of it; text all the same if it is none."""
+        self._before = blanks + mark
         self._form = form
-        self._names = names
+        self._tools = tools
+        self._streams = streams
+        first = form.first + form.begins
+        self._begins = (first.partition(mark)[2] if mark and mark in first else first).lstrip()  # the next call
+        self._is_in_list = False
+        self._held: list[str] = []  # all of it
         self._pending = ""
-        self._begins: str | None = (form.first + form.begins).removeprefix(form.opens[0]).lstrip()  # the next call
-        self._value: ValueEnd | None = None  # the arguments that are being written
-        self._closings = ""  # brackets that are still to come behind them
+        self._parts: list[Part] = []
+        self._arguments: ArgumentsReader | None = None  # that are being written
+        self._closings = ""  # brackets behind them
+        self._state: Literal["head", "arguments", "behind", "ended", "broken"] = "head"
         self.has_called = False
 
     def feed(self, text: str) -> tuple[list[Part], str | None]:
         """As `_HeldCall` has it."""
+        self._held.append(text)
         self._pending += text
-        parts: list[Part] = []
-        while self._pending and not self._has_ended:
-            if self._begins is not None:
-                text = self._pending.lstrip()
-                heads = {name: f"{self._begins}{name}{self._form.middle}" for name in self._names}
-                name = next((name for name, head in heads.items() if text.startswith(head)), None)
-                if name is None:
-                    if self.has_called or any(head.startswith(text) for head in heads.values()):
-                        break
-                    # An answer in JSON, that only began like a call.
-                    return [("text", self._before + self._pending[:1])], self._pending[1:]
-                parts.append(("call", name))
-                self._pending, self._begins, self._value = text[len(heads[name]) :], None, ValueEnd()
-                self._closings = self._form.ends[:1] + self._form.last
-                self.has_called = True
-            elif self._value is not None:
-                at = self._value.feed(self._pending)
-                parts.append(("arguments", self._pending[:at]))
-                self._pending = "" if at is None else self._pending[at:]
-                self._value = self._value if at is None else None
-            else:
-                self._pending = text = self._pending.lstrip()
-                if text[:1] == self._closings[0]:
-                    self._pending, self._closings = text[1:], self._closings[1:]
-                elif text[:1] == "," and self._closings == self._form.last:
-                    self._pending, self._begins = text[1:], self._form.begins
-                elif text:
-                    self._closings = ""
-        return parts, (self._pending if self._has_ended else None)
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._begins is None and self._value is None and not self._closings
+        while self._pending and self._step():
+            pass
+        is_open = self._state not in ("ended", "broken")
+        if self._streams and (self.has_called or self._parts or is_open):
+            parts, self._parts = self._parts, []
+            self.has_called |= bool(parts)
+            return parts, None if is_open else self._pending
+        if is_open:
+            return [], None
+        calls = self._calls() if self._state == "ended" else []
+        self.has_called = bool(calls)
+        whole = "".join(self._held)
+        said = self._before + whole[: len(whole) - len(self._pending)]
+        return _parts_of(calls) if calls else [("text", said)], self._pending
 
     def end(self, *, is_cut: bool) -> list[Part]:
-        if self.has_called or (is_cut and self._before.strip()):  # a mark that is there would have become a call
-            return []
-        return [("text", self._before + self._pending)]
+        if self._streams and (self.has_called or (is_cut and self._before.strip())):
+            return []  # a mark that is there would have become a call
+        if is_cut and self._parts:
+            return self._parts
+        if not (self._streams or is_cut or self._parts) and (
+            alone := self._alone(rf"(?:{_loose(self._form.middle)})?\s*$", self._pending)
+        ):
+            return _parts_of([(alone["name"], {})])
+        return [("text", self._before + "".join(self._held))]
+
+    def _step(self) -> bool:
+        """Take something off the pending text. Return False where more has to come."""
+        match self._state:
+            case "head":
+                return self._read_head()
+            case "arguments":
+                return self._read_arguments()
+            case "behind":
+                return self._read_behind()
+        return False
+
+    def _read_head(self) -> bool:
+        head, middle = self._pending[:_MOST_HEAD], _loose(self._form.middle)
+        found = re.match(self._pattern(rf"{middle}\s*(?={self._form.notation.starts})"), head)
+        if found is not None and found["name"] in self._tools:
+            self._arguments = self._form.notation.reader(self._tools[found["name"]])
+            self._take_head(found, "arguments")
+            return True
+        marks = "|".join(re.escape(mark) for mark in (*self._form.opens, *self._form.closings) if mark != "```")
+        alone = self._alone(rf'(?:{middle}\s*(?:null|"")|(?:{middle})?\s*(?={marks}))', head)
+        if alone is not None and not self._streams:
+            self._take_head(alone, "behind")
+            self._settle()
+            return True
+        begun, begins = ("".join(text.split()).removeprefix("[") for text in (head, self._begins))
+        may_begin = begins.startswith(begun) or begun.startswith(begins)
+        if found is not None or len(head) == _MOST_HEAD or not may_begin:
+            self._state, self._pending = "broken", self._pending[1:]
+        return False
+
+    def _pattern(self, behind: str) -> str:
+        """Return a regular expression of a call's name, all that stands in front of it, and what is behind."""
+        begins, mark = self._begins, self._form.call_id[0]
+        opens = r"(?P<list>\[)?\s*" if begins.startswith("[") else "(?P<list>(?!))?"
+        call_id = rf"(?:{re.escape(mark)}[\w-]*)?" if mark else ""
+        return rf"\s*{opens}{_loose(begins.removeprefix('['))}\s*(?P<name>{_NAME}){call_id}{behind}"
+
+    def _alone(self, behind: str, text: str) -> re.Match[str] | None:
+        """Return a call of a tool that has no arguments, in a format where nothing has to be written for none."""
+        found = re.match(self._pattern(behind), text) if self._form.names_stand_alone else None
+        return found if found is not None and found["name"] in self._tools else None
+
+    def _take_head(self, found: re.Match[str], state: Literal["arguments", "behind"]) -> None:
+        self._parts.append(("call", found["name"]))
+        self._is_in_list |= found["list"] is not None
+        self._closings = "}" if self._form.ends.startswith("}") else ""
+        self._state, self._pending = state, self._pending[found.end() :]
+
+    def _read_arguments(self) -> bool:
+        assert self._arguments is not None
+        read = self._arguments.feed(self._pending)
+        self._parts += [("arguments", read.json)] if read.json else []
+        self._pending = read.rest or ""
+        if read.rest is not None:
+            self._state = "broken" if read.is_broken else "behind"
+            self._settle()
+        return read.rest is not None
+
+    def _settle(self) -> None:
+        """End where nothing has to come any more."""
+        if self._state == "behind" and not self._closings and not self._is_in_list:
+            self._state = "ended"
+
+    def _read_behind(self) -> bool:
+        text = self._pending = self._pending.lstrip()
+        if not text:
+            return False
+        if self._closings:
+            self._closings, self._pending = "", text.removeprefix(self._closings)
+            self._settle()
+        elif text[0] == ",":
+            self._begins, self._state, self._pending = self._form.begins, "head", text[1:]
+        else:
+            self._state, self._pending = ("ended", text[1:]) if text[0] == "]" else ("broken", text)
+        return True
+
+    def _calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the calls; none where the arguments of one are not an object."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        told: list[tuple[str, list[str]]] = []
+        for kind, text in self._parts:
+            if kind == "call":
+                told.append((text, []))
+            else:
+                told[-1][1].append(text)
+        for name, pieces in told:
+            arguments = arguments_of("".join(pieces))
+            if arguments is None:
+                return []
+            found.append((name, arguments))
+        return found
+
+
+def _loose(text: str) -> str:
+    """Return a regular expression of a text with any blanks where it has some."""
+    return re.sub(r"(?:\\?\s)+", r"\\s*", re.escape(text))
 
 
 def _parts_of(calls: Iterable[tuple[str, dict[str, Any]]]) -> list[Part]:
@@ -338,39 +443,6 @@ class HarmonyParser:
             parts.append((self._kind, "\n\n"))
         if header:
             self._said.add(self._kind)
-
-
-class ValueEnd:
-    """Follows one object or list to its end, looking at each character once. What is not JSON ends somewhere, too."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
-
-    def feed(self, text: str) -> int | None:
-        """Return the index behind the value's last character; None where it goes on."""
-        at = 0
-        while at < len(text):
-            if self._is_escaped:
-                self._is_escaped, at = False, at + 1
-                continue
-            found = (_IN_STRING if self._is_in_string else _BRACKETS).search(text, at)
-            if found is None:
-                return None
-            at = found.end()
-            match found[0]:
-                case "\\":
-                    self._is_escaped = True
-                case '"':
-                    self._is_in_string = not self._is_in_string
-                case "{" | "[":
-                    self._depth += 1
-                case _:
-                    self._depth -= 1
-                    if self._depth <= 0:
-                        return at
-        return None
 
 
 def partial_object(text: str) -> dict[str, Any]:

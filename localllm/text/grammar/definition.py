@@ -37,6 +37,7 @@ _JSON_OPTIONS = {
 _IGNORED_OPTION = re.compile(
     r"^[ \t]*[\w-]+\[[^\]\n]*?\b(temperature|max_tokens|stop|stop_capture|capture)\b", re.MULTILINE
 )
+_TOKEN = re.compile(r"<\[(\d+)\]>")
 _ROW = re.compile(r"[Cc]urrent row has (\d+) items; max is (\d+)")
 _AT = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
 _LIMITS = re.compile(r"too (?:big|large|many(?! digits)|complex)|fuel|max is|[Ll]imit", re.ASCII)
@@ -95,19 +96,35 @@ def _around(grammar: Grammar, leading_spaces: int) -> str | None:
     blank = f'"{" " * leading_spaces}" ' if leading_spaces else ""
     if grammar.is_thinking and not grammar.thoughts:
         raise GrammarError("a thought without marks has no end", why="is_thinking needs those of `thoughts`")
+    said = [_thought(f"said_{i}", closing) for i, (_, closing) in enumerate(grammar.thoughts)]
     if grammar.is_thinking:
-        closings = " | ".join(json.dumps(closing) for _, closing in grammar.thoughts)
-        start, marks = "start: said SPACE @answer", f"said[lazy]: ANY ({closings})"
+        start = f"start: ({' | '.join(f'said_{i}' for i in range(len(said)))}) SPACE @answer"
+        marks = "\n".join(said)
     elif grammar.thoughts:
-        ways = "".join(f" | OPENED_{i} said_{i} SPACE @answer" for i in range(len(grammar.thoughts)))
-        start = f"start: {blank}@answer{ways}"
-        marks = "\n".join(
-            f"OPENED_{i}: /[ \\n]{{0,2}}/ {json.dumps(opening)}\nsaid_{i}[lazy]: ANY {json.dumps(closing)}"
-            for i, (opening, closing) in enumerate(grammar.thoughts)
-        )
+        opened = [_opened(i, opening) for i, (opening, _) in enumerate(grammar.thoughts)]
+        ways = "".join(f" | {rule.partition(':')[0]} said_{i} SPACE @answer" for i, rule in enumerate(opened))
+        start, marks = f"start: {blank}@answer{ways}", "\n".join((*opened, *said))
     else:
         return f"start: {blank}@answer" if blank else None
     return f"{start}\n{marks}\nANY: /(?s:.*)/\nSPACE: /[ \\n\\r\\t]{{0,4}}/\n"
+
+
+def _opened(index: int, opening: str) -> str:
+    """Return a rule for the mark that opens a thought: a terminal, unless it has a token."""
+    name = f"opened_{index}"
+    return f"{name if _TOKEN.match(opening) else name.upper()}: /[ \\n]{{0,2}}/ {_mark(opening)}"
+
+
+def _thought(name: str, closing: str) -> str:
+    """Return a rule for a thought and the mark that closes it. A token cannot be a part of a text that ends with it."""
+    options = "" if _TOKEN.match(closing) else "[lazy]"
+    return f"{name}{options}: ANY {_mark(closing)}"
+
+
+def _mark(text: str) -> str:
+    """Return a mark, which may begin with a token, in Lark."""
+    parts = _TOKEN.split(text)
+    return " ".join(f"<[{part}]>" if index % 2 else json.dumps(part) for index, part in enumerate(parts) if part)
 
 
 def check_apart(grammar: Grammar, request: dict[str, Any]) -> dict[str, str]:

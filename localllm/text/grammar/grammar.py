@@ -13,8 +13,8 @@ class Grammar:
     """What an answer has to look like. Plain data, unlike a `TokenMask`.
 
     source: a JSON Schema as JSON, a regular expression, a grammar in llguidance's Lark or in llama.cpp's GBNF.
-    thoughts: opening and closing marks of what may be thought before, in which everything may be said. is_thinking:
-    the answer begins inside of one.
+    thoughts: opening and closing marks of what may be thought before, in which everything may be said. A special token
+    that is a mark, or its beginning, is written by its number: <[7]>. is_thinking: the answer begins inside of one.
     """
 
     kind: GrammarKind
