@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.harmony import HarmonySplitter
 from localllm.chat.recorder import export_chat
-from localllm.chat.thoughts import Thinking, effort_variables
+from localllm.chat.thoughts import THOUGHT_MARKS, Splitter, Thinking, effort_variables
 from localllm.config import load_settings
 from localllm.errors import UsageError
 from localllm.hub.names import TINY_DIRECTORY
@@ -418,7 +419,46 @@ def test_real_templates_are_told_what_they_know(
         ("{{ messages[0].thinking }}<think>", "on", {}),
         ("{{ enable_thinking }}{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
         ("{% if reasoning_effort == 'none' %}{% endif %}[THINK]", "off", {"reasoning_effort": "none"}),
+        ("{% if reasoning_effort == 'no_think' %}{% endif %}<think>", "off", {"reasoning_effort": "no_think"}),
+        ("{{ thinking_effort }}", "high", {"thinking_effort": "high"}),
+        ("{{ thinking_mode }}<mm:think>", "off", {"thinking_mode": "disabled"}),
+        ("{{ thinking_budget }}<seed:think>", "off", {"thinking_budget": 0}),
+        ("{{ thinking_budget }}<seed:think>", "on", {}),
+        ("{{ thinking_budget }}<seed:think>", "low", {"thinking_budget": 512}),
     ],
 )
 def test_a_template_is_told_by_the_name_that_it_has_for_it(source: str, effort: str, told: dict[str, Any]) -> None:
     assert effort_variables(ChatTemplate(source), effort) == told
+
+
+def test_a_level_that_a_template_refuses_is_refused() -> None:
+    template = ChatTemplate("{% if effort not in ('low', 'high') %}{{ raise_exception('low or high') }}{% endif %}"
+                            .replace("effort", "(reasoning_effort or 'low')") + "{{ messages }}")  # fmt: skip
+    assert effort_variables(template, "high") == {"reasoning_effort": "high"}
+    with pytest.raises(UsageError) as caught:
+        effort_variables(template, "medium")
+    assert "low or high" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "said"),
+    [
+        *((f"{opened}\nHm.\n{close}\n\nYes, </b>.", "Hm.\n", "Yes, </b>.") for opened, close in THOUGHT_MARKS.items()),
+        ("<think>Hm.</think>\n<response>\nYes.\n</response>\n", "Hm.", "Yes.\n"),
+        ("<think>Hm.</think><response>A </response> is a mark.", "Hm.", "A </response> is a mark."),
+        ("<response>Yes.</response>", "", "<response>Yes.</response>"),
+        ("<think>Hm.</think><resp", "Hm.", "<resp"),
+    ],
+)
+def test_marks_of_every_kind_separate_a_thought_in_whatever_pieces(text: str, thought: str, said: str) -> None:
+    choose = random.Random(text)
+    for most in (1, 2, 5, len(text)):
+        splitter, found = Splitter(), []
+        rest = text
+        while rest:
+            length = choose.randint(1, most)
+            found += splitter.feed(rest[:length])
+            rest = rest[length:]
+        found += splitter.end()
+        parts = ["".join(part for is_thought, part in found if is_thought is which) for which in (True, False)]
+        assert parts == [thought, said]

@@ -26,6 +26,7 @@ THOUGHT_MARKS = {
     "<seed:think>": "</seed:think>", "<mm:think>": "</mm:think>", "<|channel>thought": "<channel|>",
     "<|START_THINKING|>": "<|END_THINKING|>", "<|inner_prefix|>": "<|inner_suffix|>", "◁think▷": "◁/think▷",
 }  # fmt: skip
+_RESPONSE, _RESPONDED = "<response>", "</response>"  # around what Granite says behind a thought
 OPENS, CLOSES = next(iter(THOUGHT_MARKS.items()))
 ALL_MARKS = tuple(mark for pair in THOUGHT_MARKS.items() for mark in pair)
 # What templates call a switch, with its values for on and off; levels; and a number of tokens.
@@ -297,6 +298,8 @@ class Splitter:
     def __init__(self, *, is_thinking: bool = False) -> None:
         self._closing: str | None = None  # of the thought that is open; "": any
         self._is_settled = False  # the answer has begun
+        self._has_thought = is_thinking
+        self._behind = ""  # a mark behind the answer
         self._pending = ""
         self._is_at_start = True  # of a thought or the answer, where blank lines say nothing
         if is_thinking:
@@ -308,7 +311,7 @@ class Splitter:
 
     def feed(self, text: str) -> list[tuple[bool, str]]:
         """Return the next pieces as (is it a thought, text)."""
-        if self._is_settled and not self._pending:
+        if self._is_settled and not self._pending and not self._behind:
             return [(False, text)] if text else []
         self._pending += text
         found: list[tuple[bool, str]] = []
@@ -319,6 +322,8 @@ class Splitter:
     def end(self) -> list[tuple[bool, str]]:
         """Return the text that still waited."""
         rest, self._pending = self._pending if self._is_settled else self._pending.lstrip("\n"), ""
+        if self._behind and rest.strip() == self._behind:
+            rest = ""
         return [(self.is_thinking, rest)] if rest else []
 
     def _step(self, found: list[tuple[bool, str]]) -> bool:
@@ -326,16 +331,21 @@ class Splitter:
         if self._closing is not None:
             return self._think(found, tuple(THOUGHT_MARKS.values()) if not self._closing else (self._closing,))
         if self._is_settled:
-            found.append((False, self._pending))
-            self._pending = ""
+            held = _held(self._pending, self._behind)
+            said, self._pending = self._pending[: len(self._pending) - held], self._pending[len(self._pending) - held :]
+            found += [(False, said)] if said else []
             return False
         text = self._pending.lstrip()
         for opened, close in THOUGHT_MARKS.items():
             if text.startswith(opened):
-                self._closing, self._is_at_start = close, True
+                self._closing, self._is_at_start, self._has_thought = close, True, True
                 self._pending = text.removeprefix(opened)
                 return True
-        if text and not any(opened.startswith(text) for opened in THOUGHT_MARKS):
+        around = _RESPONSE if self._has_thought and not self._behind else ""
+        if around and text.startswith(around):
+            self._behind, self._pending = _RESPONDED, text.removeprefix(around)
+            return True
+        if text and not any(mark.startswith(text) for mark in (*THOUGHT_MARKS, around)):
             self._is_settled, self._pending = True, self._pending.lstrip("\n")
             return True
         return False
@@ -354,3 +364,11 @@ class Splitter:
             found.append((True, text[: len(text) - held]))
         self._pending = text[len(text) - held :]
         return False
+
+
+def _held(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be, or begin, a mark with blanks behind it."""
+    whole = len(text) - len(text.rstrip()) + len(mark)
+    if mark and text.rstrip().endswith(mark):
+        return whole
+    return max((n for n in range(len(mark)) if text.endswith(mark[:n])), default=0)

@@ -30,7 +30,7 @@ class WrittenText(str):
     """A text of ours within a message, in which special tokens are meant where `pieces` says so."""
 
     __slots__ = ("pieces",)
-    pieces: Sequence[tuple[str, bool]]  # as `SpecialMarks.pieces` has them
+    pieces: Sequence[tuple[str, bool]]  # (text, special tokens are meant in it)
 
     def __new__(cls, pieces: Sequence[tuple[str, bool]]) -> Self:
         text = super().__new__(cls, "".join(piece for piece, _ in pieces))

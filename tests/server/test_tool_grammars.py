@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from localllm import hub
 from localllm.chat import harmony
+from localllm.chat.thoughts import marks_in_grammar
 from localllm.server.errors import RequestError
 from localllm.server.tools.notations import JsonNotation
 from localllm.server.tools.tool_formats import GENERIC, TOOL_FORMATS
@@ -128,6 +129,20 @@ def test_a_thought_stands_in_front_of_a_call(tokenizer: Tokenizer) -> None:
     assert grammar.takes(f"<think>\nHm.\n</think>\n\n{call}", thoughts=THOUGHTS)
     assert grammar.takes(f"Hm.\n</think>\n\n{call}", thoughts=THOUGHTS, is_thinking=True)
     assert not grammar.takes("<think>\nHm.\n</think>\n\nWarm.", thoughts=THOUGHTS)
+
+
+def test_a_thought_has_marks_that_are_special_tokens() -> None:
+    backend = tokenizers.Tokenizer.from_file(str(hub.locate("tiny").directory / "tokenizer.json"))
+    backend.add_special_tokens(["<|channel>", "<channel|>", "[THINK]", "[/THINK]"])
+    tokenizer = Tokenizer(backend, {"eos_token": "<|im_end|>"})
+    thoughts, call = marks_in_grammar(tokenizer), written("hermes", WARM)
+    grammar = CallGrammar(tokenizer, "hermes", toolset(TOOLS, must_call=True))
+    for thought in ("<|channel>thought\nHm.\n<channel|>", "[THINK]Hm.[/THINK]", "<think>\nHm.\n</think>\n\n", ""):
+        assert grammar.takes(thought + call, thoughts=thoughts)
+    assert not grammar.takes(f"[THINK]Hm.{call}", thoughts=thoughts)
+    for closing in ("[/THINK]", "<channel|>", "</think>\n\n"):
+        assert grammar.takes(f"Hm.{closing}{call}", thoughts=thoughts, is_thinking=True)
+    assert not grammar.takes(call, thoughts=thoughts, is_thinking=True)
 
 
 def test_what_is_only_read_of_a_tool_is_not_in_its_grammar(tokenizer: Tokenizer) -> None:

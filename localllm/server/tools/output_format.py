@@ -213,11 +213,8 @@ def _with_written_calls(message: Message, form: ToolFormat) -> Message:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     if not calls or not all(isinstance(arguments, dict) for _, arguments in calls):
         return message
-    marks = "|".join(map(re.escape, form.special))
-    parts = re.split(f"({marks})", form.written(calls))
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    pieces = [(text_of(message), False), *((part, index % 2 == 1) for index, part in enumerate(parts))]
-    return {**rest, "content": WrittenText(pieces)}
+    return {**rest, "content": WrittenText([(text_of(message), False), *form.pieces(calls)])}
 
 
 def _with_text_arguments(message: Message) -> Message:

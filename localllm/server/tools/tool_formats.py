@@ -6,7 +6,7 @@ A model whose template knows no tools, or has them in a form that is not here, i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -85,13 +85,17 @@ class ToolFormat:
         around = (*self.opens, self.first, self.begins, self.call_id[0], self.middle, self.ends, self.last)
         return tuple(dict.fromkeys(_MARK.findall("\n".join((*around, *self.notation.marks)))))
 
-    def written(self, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Return calls, (name, arguments) each, as the model writes them."""
-        said = (
-            f"{self.begins}{name}{self._numbered(index)}{self.middle}{self.notation.written(arguments)}{self.ends}"
-            for index, (name, arguments) in enumerate(calls)
-        )
-        return self.first + self.between.join(said) + self.last
+        return "".join(text for text, _ in self.pieces(calls))
+
+    def pieces(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[tuple[str, bool]]:
+        """Yield the same in pieces, each with whether it is around arguments, and its marks are meant."""
+        for index, (name, arguments) in enumerate(calls):
+            before = self.between if index else self.first
+            yield f"{before}{self.begins}{name}{self._numbered(index)}{self.middle}", True
+            yield self.notation.written(arguments), False
+            yield self.ends + (self.last if index == len(calls) - 1 else ""), True
 
     def may_show_in(self, prompt: str) -> bool:
         """Tell if a prompt, as `TemplateTraits.called` has it, is not one of another format."""
