@@ -175,6 +175,19 @@ def test_the_ids_of_kimis_calls_are_their_names_and_numbers() -> None:
     assert [message.get("tool_call_id") for message in given[2:]] == ["functions.weather:0", theirs]
 
 
+def test_a_template_that_tells_of_calls_and_not_of_tools_has_its_calls_read() -> None:
+    template = ChatTemplate(TEMPLATES["deepseek"].replace("tools", "no_tools"), special_tokens=SPECIAL)
+    tokenizer = Tokenizer.load(hub.locate("tiny").directory)
+    output = output_format_of(template, tokenizer, OWL, offered(), is_begun=False)
+    for name in ("deepseek", "generic"):
+        parser = output.parser(is_thinking=False, has_form=False)
+        assert parser is not None
+        text = BY_NAME[name].written([("weather", {"city": "Rome"}), ("clock", {})])
+        parts = [part for char in text for part in parser.feed(char)] + parser.end(is_cut=False)
+        assert parts == [("call", "weather"), ("arguments", '{"city": "Rome"}'), ("call", "clock"), ("arguments", "{}")]
+    assert "<tools>" in template.render_chat(output.template_input(ChatInput(OWL)))
+
+
 # Thoughts
 
 

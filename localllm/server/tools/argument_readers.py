@@ -19,6 +19,7 @@ TEXT = frozenset({"string"})  # the types of a text that is nothing else
 _MOST_NAME = 256  # characters of an argument's name, or of a number
 _MOST_BLANKS = 64  # between a mark and what shows whether it is one
 _MOST_REFERENCES = 20
+_SLICE = 2048  # characters that are looked at together: each step copies the rest of them
 _BRACKETS = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 _WORD = re.compile(r"[^\s{}\[\](),:=<'\"]+")
@@ -98,12 +99,15 @@ class _Reader:
         self._state: Literal["open", "ended", "broken"] = "open"
 
     def feed(self, text: str) -> Read:
-        self._pending += text
-        while self._pending and self._state == "open" and self._step():
-            pass
+        at = 0
+        while at < len(text) and self._state == "open":
+            self._pending += text[at : at + _SLICE]
+            at += _SLICE
+            while self._pending and self._state == "open" and self._step():
+                pass
         found = "".join(self._json)
         self._json.clear()
-        return Read(found, None if self._state == "open" else self._pending, self._state == "broken")
+        return Read(found, None if self._state == "open" else self._pending + text[at:], self._state == "broken")
 
     def _step(self) -> bool:
         """Take something off the pending text. Return False where more has to come."""
@@ -112,10 +116,6 @@ class _Reader:
     def _break(self) -> bool:
         self._state = "broken"
         return False
-
-    def _held(self, text: str, *marks: str) -> int:
-        """Return how many characters at the end of a text may begin a mark."""
-        return max(n for mark in marks for n in range(len(mark)) if text.endswith(mark[:n]))
 
 
 class TaggedReader(_Reader):
@@ -165,22 +165,23 @@ class TaggedReader(_Reader):
         if self._is_at_start:
             self._is_at_start, self._pending = False, text.removeprefix("\n")
             return True
+        marks = (self._begins, self._last)
         at = text.find(self._ends)
         while at >= 0:
-            behind = text[at + len(self._ends) :]
+            end = at + len(self._ends)
+            behind = text[end : end + _MOST_BLANKS + max(map(len, marks))]
             next_mark = behind.lstrip()
-            marks = (self._begins, self._last)
             is_end = next_mark.startswith(marks)
-            is_open = any(mark.startswith(next_mark) for mark in marks)
-            if is_end or (is_open and len(behind) - len(next_mark) <= _MOST_BLANKS):
+            is_near = len(behind) - len(next_mark) <= _MOST_BLANKS
+            if is_near and (is_end or any(mark.startswith(next_mark) for mark in marks)):
                 said = text[:at].removesuffix(self._line)
                 self._take(said)
-                self._pending = behind if is_end else text[len(said) :]
+                self._pending = text[end:] if is_end else text[len(said) :]
                 if is_end:
                     self._end_value()
                 return is_end
-            at = text.find(self._ends, at + len(self._ends))
-        said = text[: len(text) - self._held(text, self._ends, self._line + self._ends)]
+            at = text.find(self._ends, end)
+        said = text[: len(text) - _held(text, self._ends, self._line + self._ends)]
         self._take(said)
         self._pending = text[len(said) :]
         return False
@@ -331,7 +332,7 @@ class LiteralReader(_Reader):
     def _read_raw(self) -> bool:
         said, found, rest = self._pending.partition(self._quote)
         if not found:
-            held = self._held(said, self._quote)
+            held = _held(said, self._quote)
             said, rest = said[: len(said) - held], said[len(said) - held :]
         self._json.append(_escaped(said))
         self._pending = rest
@@ -387,6 +388,17 @@ def _loaded_literal(text: str) -> Any:
     """Return a list or an object that is written as Python has it; None for another text."""
     read = LiteralReader('"').feed(text)
     return loaded(read.json) if read.rest == "" and not read.is_broken else None
+
+
+def _held(text: str, *marks: str) -> int:
+    """Return how many characters at the end of a text may begin a mark."""
+    found = 0
+    for mark in marks:
+        at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while at >= 0 and not mark.startswith(text[at:]):
+            at = text.find(mark[0], at + 1)
+        found = max(found, len(text) - at if at >= 0 else 0)
+    return found
 
 
 def dumped(value: Any) -> str:

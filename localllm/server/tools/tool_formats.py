@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class ToolFormat:
     signs: words that the chat templates of the family have, all of them
     strangers: words that none of them has
     is_in_template: the template tells the model of tools
+    also: the format in which it tells of calls, where it does not tell of tools; calls in that are read, too
     one_at_a_time: a turn of the template holds one call
     has_short_ids: calls have ids of 9 letters and digits
     has_named_ids: calls have ids of their name and number
@@ -58,6 +59,7 @@ class ToolFormat:
     signs: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
     is_in_template: bool = True
+    also: ToolFormat | None = None
     one_at_a_time: bool = False
     has_short_ids: bool = False
     has_named_ids: bool = False
@@ -83,7 +85,8 @@ class ToolFormat:
         if self.is_harmony:
             return harmony.MARKS
         around = (*self.opens, self.first, self.begins, self.call_id[0], self.middle, self.ends, self.last)
-        return tuple(dict.fromkeys(_MARK.findall("\n".join((*around, *self.notation.marks)))))
+        also = self.also.special if self.also is not None else ()
+        return tuple(dict.fromkeys((*_MARK.findall("\n".join((*around, *self.notation.marks))), *also)))
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Return calls, (name, arguments) each, as the model writes them."""
@@ -204,5 +207,5 @@ def tool_format_of(template: ChatTemplate) -> ToolFormat:
     for row in TOOL_FORMATS:
         has_signs = all(sign in source for sign in row.signs) and not any(word in source for word in row.strangers)
         if (has_signs and row.may_show_in(traits.called)) or row.shows_in(traits.called):
-            return row if traits.tells_tools else GENERIC
+            return row if traits.tells_tools else replace(GENERIC, also=row)
     return GENERIC

@@ -43,6 +43,7 @@ class ToolCallParser:
         says: what may stand beside them.
         """
         self._form = form
+        self._forms = {mark: each for each in (form.also, form) if each is not None for mark in each.opens}
         self._tools = tools
         self._streams = streams
         self._says = says
@@ -83,7 +84,7 @@ class ToolCallParser:
             if rest is None:
                 return False
             has_called = self._body.has_called
-            self._closings = self._form.closings if has_called else ()
+            self._closings = self._body.closings if has_called else ()
             self._has_called |= has_called
             self._has_spoken = not has_called
             self._body = None
@@ -102,13 +103,13 @@ class ToolCallParser:
             text = text.lstrip(_BETWEEN)
         if self._form.is_bare and not self._has_spoken and (bare := text.lstrip())[:1] in ("{", "["):
             return self._begin(text[: len(text) - len(bare)], "", bare)
-        at, mark = min(((text.find(mark), mark) for mark in self._form.opens if mark in text), default=(-1, ""))
+        at, mark = min(((text.find(mark), mark) for mark in self._forms if mark in text), default=(-1, ""))
         if at >= 0:
             said = text[:at].rstrip()
             self._say(parts, said)
             return self._begin(text[len(said) : at], mark, text[at + len(mark) :])
         # What may be the beginning of a mark waits, and the blanks in front of it.
-        held = max((n for mark in self._form.opens for n in range(len(mark)) if text.endswith(mark[:n])), default=0)
+        held = max((n for mark in self._forms for n in range(len(mark)) if text.endswith(mark[:n])), default=0)
         said = text[: len(text) - held]
         blanks = len(said) - len(said.rstrip())
         said = said if blanks > _MOST_BLANKS else said[: len(said) - blanks]
@@ -120,10 +121,10 @@ class ToolCallParser:
         """Read a value, or calls; how it begins shows which. No text within a value is a call."""
         if not self._has_spoken:
             self._pending = text = self._pending.lstrip(_BETWEEN)
-            mark = next((mark for mark in self._form.opens if text.startswith(mark)), "")
+            mark = next((mark for mark in self._forms if text.startswith(mark)), "")
             if mark or (self._form.is_bare and text[:1] in ("{", "[")):
                 return self._begin("", mark, text[len(mark) :])
-            if any(mark.startswith(text) for mark in self._form.opens):
+            if any(mark.startswith(text) for mark in self._forms):
                 return False
         self._say(parts, self._pending)
         self._pending = ""
@@ -132,7 +133,8 @@ class ToolCallParser:
     def _begin(self, blanks: str, mark: str, rest: str) -> bool:
         """Begin what seems to be a call. blanks, mark: in front of it; text all the same if it is none."""
         self._pending = rest
-        named = _NamedCalls(blanks, mark, self._form, self._tools, streams=self._streams)
+        form = self._forms.get(mark, self._form)
+        named = _NamedCalls(blanks, mark, form, self._tools, streams=self._streams)
         self._body = named if self._streams else _HeldCall(blanks + mark, named, self._tools)
         return True
 
@@ -155,6 +157,10 @@ class _HeldCall:
     @property
     def has_called(self) -> bool:
         return self._body is not None and self._body.has_called
+
+    @property
+    def closings(self) -> tuple[str, ...]:
+        return self._named.closings
 
     def feed(self, text: str) -> tuple[list[Part], str | None]:
         """Return (parts, what follows the calls; None as long as they go on)."""
@@ -237,6 +243,7 @@ class _NamedCalls:
         """blanks, mark: in front of it; text all the same if it is none."""
         self._before = blanks + mark
         self._form = form
+        self.closings = form.closings
         self._tools = tools
         self._streams = streams
         first = form.first + form.begins
