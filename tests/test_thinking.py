@@ -233,6 +233,16 @@ def test_the_next_question_has_no_thoughts_in_front(thinkers: Thinkers, name: st
         assert THOUGHT not in prompt and prompt.count(ANSWER) == (most == "40") and "And then?" in prompt
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_a_template_has_the_thoughts_of_earlier_answers_and_keeps_or_drops_them(tmp_path: Path, name: str) -> None:
+    thought = "{% if m.NAME %}[{{ m.NAME }}]{% endif %}".replace("NAME", name)
+    keeping = KEEPING.replace("{{ m.content }}", f"{thought}{{{{ m.content }}}}")
+    for folder, template in (("kept", keeping), ("dropped", keeping.replace("%}[", "and loop.last %}["))):
+        model = write_speaker(tmp_path / folder, THINKS, template)
+        assert run(model).code == 0
+        assert (f"<|assistant|>[{THOUGHT}]{ANSWER}" in next_prompt(model)) is (folder == "kept")
+
+
 def test_a_plain_chat_tells_them_apart_and_changes_how_much_is_thought(thinkers: Thinkers) -> None:
     lines = "Hi.\n/think off\nHi.\n/think low\n/set think high\n/think maybe\n/think -\n/think\n"
     result = run_cli("chat", thinkers["switched"], "--plain", stdin=lines.encode())
