@@ -130,6 +130,22 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_words_as_by_the_serve
     assert text.replace('"object"}', '"object", "properties": {}}') == as_server
 
 
+@pytest.mark.parametrize("said", [IN_LODZ, json.loads(IN_LODZ)])
+@pytest.mark.parametrize(
+    "arguments",
+    ["{% for k, v in a.items() %}{{ k }}={{ v }}{% endfor %}", "zone={{ a.split(': \"')[-1].rstrip('\"}') }}"],
+)
+def test_a_template_gets_arguments_as_an_object_or_as_a_text(tmp_path: Path, said: Any, arguments: str) -> None:
+    source = (
+        "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or () %}"
+        "{% set a = c.function.arguments %}({{ c.function.name }} " + arguments + "){% endfor %}{% endfor %}"
+    )
+    call = {**CALL, "function": {"name": "clock", "arguments": said}}
+    given = {"messages": [CALLED[0], {**CALLED[1], "tool_calls": [call]}, *CALLED[2:]]}
+    result = show_prompt(tmp_path, given, chat_template=source)
+    assert "<assistant>(clock zone=Łódź)<tool>" in result.out.decode(), result.err
+
+
 def test_a_job_and_a_single_prompt_are_told_the_same_of_tools(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", context=1024)
     given = {"messages": CALLED, "tools": [TOOL]}

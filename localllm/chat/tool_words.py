@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.context import text_of
-from localllm.chat.template_traits import traits_of, with_thoughts
+from localllm.chat.template_traits import TemplateTraits, traits_of, with_thoughts
 from localllm.errors import TemplateError, UsageError
 
 if TYPE_CHECKING:
@@ -23,10 +23,11 @@ def has_calls(messages: Sequence[Message]) -> bool:
 
 
 def adapted(template: ChatTemplate, chat: ChatInput) -> ChatInput:
-    """The same chat as the template has it: thoughts under its name for them, and tools in words where it knows none.
-    Raises UsageError for calls that are none."""
+    """The same chat as the template has it: thoughts under its name for them, arguments of calls as an object or as a
+    text, and tools in words where it knows none. Raises UsageError for calls that are none."""
     traits = traits_of(template)
-    chat = replace(chat, messages=with_thoughts(traits, chat.messages))
+    messages = with_thoughts(traits, chat.messages)
+    chat = replace(chat, messages=[with_arguments(traits, message) for message in messages])
     if not (chat.tools or has_calls(chat.messages)) or traits.tells_tools:
         return chat
     with_tools = _rendered(template, chat)
@@ -34,6 +35,23 @@ def adapted(template: ChatTemplate, chat: ChatInput) -> ChatInput:
         return chat  # the template tells of these tools in a form of its own
     functions = [tool.get("function", tool) for tool in chat.tools or ()]
     return replace(chat, messages=in_words(chat.messages, functions), tools=None)
+
+
+def with_arguments(traits: TemplateTraits, message: Message) -> Message:
+    """Return a message with the arguments of its calls as the template has them. Calls that are none stay."""
+
+    def told(call: object) -> object:
+        if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+            return call
+        if "arguments" not in function:
+            return call
+        arguments = told_arguments(function["arguments"])
+        if traits.has_text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(told, calls))} if traits.called and isinstance(calls, list) else message
 
 
 def _rendered(template: ChatTemplate, chat: ChatInput) -> str | None:

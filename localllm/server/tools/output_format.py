@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from localllm.chat.context import text_of
 from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.template_traits import USUAL, TemplateTraits, traits_of, with_thoughts
 from localllm.chat.thoughts import ALL_MARKS, marks_in_grammar, special_among, splits_off_thoughts
-from localllm.chat.tool_words import has_calls, in_words
+from localllm.chat.tool_words import has_calls, in_words, with_arguments
 from localllm.server.errors import RequestError
 from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
 from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
@@ -144,9 +143,7 @@ def prompt_of(
         found = [_with_thinking(message) for message in found]
     if not traits.called:
         found = [_with_written_calls(message, form) for message in found]
-    elif traits.has_text_arguments:
-        found = [_with_text_arguments(message) for message in found]
-    return found, told
+    return [with_arguments(traits, message) for message in found], told
 
 
 def _one_at_a_time(messages: Sequence[Message]) -> Iterator[Message]:
@@ -215,12 +212,3 @@ def _with_written_calls(message: Message, form: ToolFormat) -> Message:
         return message
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": WrittenText([(text_of(message), False), *form.pieces(calls)])}
-
-
-def _with_text_arguments(message: Message) -> Message:
-    def told(call: Message) -> Message:
-        function, arguments = call["function"], call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": text}}
-
-    return {**message, "tool_calls": list(map(told, message["tool_calls"]))} if "tool_calls" in message else message
