@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.runner import ModelRunner
@@ -18,7 +19,7 @@ from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.decoder import without
 from localllm.models.families import load_config
 from localllm.models.layout import EMBED, HEAD, block_layouts
-from localllm.quant.recipe import recipe
+from localllm.quant.recipe import RECIPES, recipe
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
@@ -99,6 +100,18 @@ def test_an_embedding_that_is_packed_in_pieces_is_the_same(
     for whole, in_pieces in zip(*tensors, strict=True):
         assert whole.keys() == in_pieces.keys()
         assert all(torch.equal(whole[name], in_pieces[name]) for name in whole)
+
+
+@pytest.mark.parametrize("family", ["gemma3n-odd", "gemma4-shared-keys"])
+def test_keys_that_no_layer_reads_may_be_stored(family: str, tmp_path: Path) -> None:
+    """As published checkpoints have them."""
+    write_checkpoint(tmp_path, family)
+    config, path = load_config(tmp_path), tmp_path / "model.safetensors"
+    parts = ("k_proj", "v_proj", "k_norm")
+    names = [f"model.layers.{config.num_layers - 1}.self_attn.{part}.weight" for part in parts]
+    save_file(load_file(path) | {name: torch.ones(2, 2) for name in names}, path)
+    with Checkpoint.open(tmp_path, config.stored) as checkpoint:
+        CheckpointBlocks(checkpoint, config, RECIPES["fp32"]).check()
 
 
 def test_a_draft_without_the_first_blocks_still_has_what_is_looked_up(engine: Engine) -> None:

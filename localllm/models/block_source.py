@@ -13,6 +13,7 @@ import xxhash
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.kernels.sizes import TILE
+from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.checkpoints.safetensors_file import allocate
@@ -186,7 +187,12 @@ class CheckpointBlocks:
             return
         first = self.config.num_layers
         extra = range(first, first + self.config.stored.num_extra_layers)
-        unused = self.checkpoint.unused(tuple(f"model.layers.{layer}." for layer in extra))
+        without = [f"model.layers.{layer}." for layer in extra]
+        # What makes keys and values is stored for layers that read another's, too.
+        mixers = enumerate(layer.mixer for layer in self.config.layers)
+        readers = [i for i, each in mixers if isinstance(each, AttentionConfig) and each.kv_of_layer is not None]
+        without += [f"model.layers.{layer}.self_attn.{part}" for layer in readers for part in ("k_", "v_")]
+        unused = self.checkpoint.unused(tuple(without))
         if unused:
             raise CheckpointError(
                 f"the checkpoint holds tensors that a {self.config.model_type} model has no use for",
