@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "olmo2": "olmo2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
@@ -63,18 +67,25 @@ ARCHITECTURES = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
     "nemotron": "nemotron",
+    "gpt_oss": "gpt-oss",
 }
+# Families whose files are those of another.
+READ_AS = {"mistral": "llama", "internlm3": "llama", "gemma4_unified_text": "gemma4_text"}
+# Tensors of Gemma 4's routers by the names that llama.cpp's conversion gives them, which the package's table lacks.
+SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 # Windows: of these where there is one, and of which layers; of the others never.
-WINDOWED = ("phi3", "phimoe", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere2", "muse_glimmer_text")
+WITH_PATTERN = (
+    "olmo3", "exaone4", "muse_glimmer_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
+)  # fmt: skip
+WINDOWED = (*WITH_PATTERN, "phi3", "phimoe", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
 WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm")  # whose heads share the hidden size
-WITH_PATTERN = ("olmo3", "exaone4", "muse_glimmer_text")
 # Keys of a config.json, any of them, and GGUF's for them.
 KEYS = {
     "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
     "LLM.EMBEDDING_LENGTH": ("hidden_size",),
     "LLM.FEED_FORWARD_LENGTH": ("intermediate_size",),
     "LLM.EXPERT_COUNT": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "LLM.EXPERT_SHARED_COUNT": ("n_shared_experts", "moe_num_shared_experts"),
     "LLM.EXPERT_WEIGHTS_SCALE": ("routed_scaling_factor",),
     "LLM.EXPERT_WEIGHTS_NORM": ("norm_topk_prob",),
@@ -187,7 +198,48 @@ def _growth(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"Attention.TEMPERATURE_SCALE": beta, "Rope.SCALING_YARN_LOG_MUL": scale}
 
 
+def _gemma3n(raw: Mapping[str, Any]) -> dict[str, Any]:
+    deviations = [NormalDist().inv_cdf(share) if share else -math.inf for share in raw["activation_sparsity_pattern"]]
+    return {
+        "LLM.ALTUP_ACTIVE_IDX": raw["altup_active_idx"],
+        "LLM.ALTUP_NUM_INPUTS": raw["altup_num_inputs"],
+        "LLM.EMBD_LENGTH_PER_LAYER_INP": raw["hidden_size_per_layer_input"],
+        "Attention.SHARED_KV_LAYERS": raw["num_kv_shared_layers"],
+        "LLM.ACTIVATION_SPARSITY_SCALE": deviations,
+    }
+
+
+def _gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    shared, sliding = raw.get("num_kv_shared_layers", 0), raw["head_dim"]
+    wide = _full(raw)
+    full = wide.head_dim
+    found = {
+        "Attention.SHARED_KV_LAYERS": shared,
+        "LLM.EMBD_LENGTH_PER_LAYER_INP": raw.get("hidden_size_per_layer_input") or 0,
+        "Attention.KEY_LENGTH": full,
+        "Attention.VALUE_LENGTH": full,
+        "Attention.KEY_LENGTH_SWA": sliding,
+        "Attention.VALUE_LENGTH_SWA": sliding,
+        "Rope.DIMENSION_COUNT": full,
+        "Rope.DIMENSION_COUNT_SWA": sliding,
+    }
+    if raw.get("use_double_wide_mlp"):
+        widths = [raw["intermediate_size"]] * (raw["num_hidden_layers"] - shared)
+        found["LLM.FEED_FORWARD_LENGTH"] = widths + [2 * raw["intermediate_size"]] * shared
+    heads = {"sliding_attention": raw["num_key_value_heads"], "full_attention": wide.num_kv_heads}
+    found["Attention.HEAD_COUNT_KV"] = [heads[kind] for kind in raw["layer_types"]]
+    return found
+
+
+def _full(raw: Mapping[str, Any]) -> AttentionConfig:
+    """The attention of the full layers, whose heads a file may name layer by layer."""
+    return next(each for each in parse_config(raw, "config.json").attentions if each.window is None)
+
+
 _OWN = {
+    "gemma3n_text": _gemma3n,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
     "ministral3": _growth,
     "stablelm": lambda raw: {"LLM.USE_PARALLEL_RESIDUAL": raw["use_parallel_residual"]},
 }
@@ -203,6 +255,10 @@ def factors_of(raw: Mapping[str, Any]) -> dict[str, list[float]]:
             LONG_FACTORS: [as_stored(float(factor)) for factor in rope["long_factor"]],
             SHORT_FACTORS: [as_stored(float(factor)) for factor in rope["short_factor"]],
         }
+    if kind == "proportional":
+        pairs = _full(raw).head_dim // 2
+        turning = int(pairs * rope["partial_rotary_factor"])
+        return {LLAMA3_FACTORS: [1.0] * turning + [as_stored(1e30)] * (pairs - turning)}
     if kind != "llama3":
         return {}
     dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
@@ -234,8 +290,8 @@ def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
         config["eos_token_ids"] = config["eos_token_ids"][:1]  # a file names one
         config["logit_scale"] = as_stored(config["logit_scale"])
         config["layers"] = [with_stored_factors(layer) for layer in config["layers"]]
-    if raw["model_type"] in ("mistral", "internlm3"):
-        assert ours.pop("model_type") == "llama"
+    if raw["model_type"] in READ_AS:
+        assert ours.pop("model_type") == READ_AS[raw["model_type"]]
         theirs.pop("model_type")
     assert ours == theirs
 

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tests.gguf_metadata import ARCHITECTURES, factors_of, metadata_of
+from tests.gguf_metadata import ARCHITECTURES, SCALES, factors_of, metadata_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -42,6 +42,16 @@ def mixed() -> TypeOf:
     """Every matrix in another type than the one before; vectors, convolutions and routers in fp32."""
     kinds = itertools.cycle(MIX)
     return lambda name, shape: gguf.GGMLQuantizationType["F32" if _is_plain(name, shape) else next(kinds)]
+
+
+def experts_in_mxfp4() -> TypeOf:
+    """The experts' matrices as gpt-oss' are published, the others in Q8_0 where blocks of that fit."""
+
+    def type_of(name: str, shape: tuple[int, ...]) -> Any:
+        is_plain = _is_plain(name, shape) or shape[-1] % 32 or name.endswith(".bias")
+        return gguf.GGMLQuantizationType["F32" if is_plain else "MXFP4" if "_exps" in name else "Q8_0"]
+
+    return type_of
 
 
 def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
@@ -77,16 +87,18 @@ def write_gguf(
     meant: dict[str, NDArray[np.float32]] = {}
     names = gguf.get_tensor_name_map(_ENUMS[architecture], config["num_hidden_layers"])
     for plain, tensor in tensors.items():
-        name = names.get_name(plain.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        name = _scale_name(plain) or names.get_name(
+            plain.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias")
+        )
         assert name is not None, plain
-        name += ".weight" if name.endswith("_exps") else ""
+        name += "" if name.endswith((".weight", ".bias", ".scale", ".ssm_a")) else ".weight"
         values = np.ascontiguousarray(_as_stored(plain, tensor.float().numpy(), config))
         kind = type_of(name, values.shape)
         data = encoded(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         meant[plain] = _as_stored(plain, gguf.quants.dequantize(data, kind).reshape(values.shape), config, back=True)
     lists = {name: np.array(values, np.float32) for name, values in factors_of(config).items()}
-    for name, values in (lists | _head_scales(config) | dict(beside or {})).items():
+    for name, values in (lists | _head_scales(config) | _unread_keys(config) | dict(beside or {})).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -213,6 +225,21 @@ def _head_scales(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     }
 
 
+def _unread_keys(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+    """What makes keys and values in layers that read those of others, where published files have it."""
+    count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
+    return {
+        f"blk.{layer}.{part}.weight": np.ones((2, 2), np.float32)
+        for layer in range(count - shared, count)
+        for part in ("attn_k", "attn_v", "attn_k_norm")
+    }
+
+
+def _scale_name(plain: str) -> str | None:
+    layer, _, part = plain.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{SCALES[part]}" if part in SCALES else None
+
+
 def _with_moved_heads(
     name: str, values: NDArray[np.float32], config: Mapping[str, Any], *, back: bool
 ) -> NDArray[np.float32]:
@@ -256,7 +283,10 @@ def _cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) 
 
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
+        if config["model_type"] == "gpt_oss" and ".experts." in name:
+            found |= _gpt_oss_experts(name, tensor)
+            continue
+        if name.endswith(".mlp.experts.gate_up_proj"):  # not Gemma 4's, which stay as they are
             halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
             found |= {name.replace("gate_up", part): half for part, half in halves}
             continue
@@ -267,6 +297,15 @@ def _cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) 
         q, k, v, z = (part.flatten(0, 1) for part in tensor.view(keys, sum(runs), -1).split(runs, dim=1))
         found |= {name.replace("qkvz", "qkv"): torch.cat((q, k, v)), name.replace("qkvz", "z"): z}
     return found
+
+
+def _gpt_oss_experts(name: str, tensor: Any) -> dict[str, Any]:
+    """A tensor of all experts with rows first, and the rows of gates apart from those of what goes up."""
+    name = name.removesuffix("_bias") + (".bias" if name.endswith("_bias") else ".weight")
+    tensor = tensor.transpose(1, 2) if tensor.dim() == 3 else tensor
+    if "gate_up" not in name:
+        return {name: tensor}
+    return {name.replace("gate_up", part): tensor[:, start::2] for start, part in enumerate(("gate", "up"))}
 
 
 def _uncut(tensors: Mapping[str, NDArray[np.float32]], config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
@@ -282,15 +321,15 @@ def _uncut(tensors: Mapping[str, NDArray[np.float32]], config: Mapping[str, Any]
 
 
 def _with_stacked_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors with those of all experts of a layer as one, and of the norms of all heads."""
+    """The tensors with those of all experts of a layer as one, and of the norms of all heads, and of AltUp's states."""
     import torch
 
     found: dict[str, Any] = {}
     experts: dict[str, dict[int, Any]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.*)\.(?:experts|norms)\.(\d+)((?:\.\w+)?)\.weight", name)
+        match = re.fullmatch(r"(.*\.(?:experts|norms)|model\.altup_\w+)\.(\d+)((?:\.\w+)?)\.weight", name)
         if match:
-            stem = f"{match[1]}.experts" if match[3] else match[1]
+            stem = match[1].removesuffix(".norms")
             experts.setdefault(f"{stem}{match[3]}.weight", {})[int(match[2])] = tensor
         else:
             found[name] = tensor

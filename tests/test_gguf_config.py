@@ -20,12 +20,13 @@ from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, QueryGrowth
+from localllm.layers.config import AltUpConfig, AttentionConfig, DeltaNetConfig, QueryGrowth
 from localllm.models.families import parse_config
 from localllm.models.layout import COEFFICIENTS, block_layouts
 from localllm.models.rope_fields import FULL, LINEAR
 from tests.gguf_metadata import (
     ARCHITECTURES,
+    SCALES,
     as_stored,
     assert_same_model,
     factors_of,
@@ -39,7 +40,7 @@ Locate = Callable[[str], Path]
 REAL = [
     *("Mixtral-8x7B-v0.1", "codellama_7b", "gemma2_9b", "gemma3_1b_it", "llama-3.3-70b-instruct", "llama2_7b"),
     *("llama3_1_8b", "llama3_2_1b", "mistral_7b_v03", "olmo2_7b", "phi-3_5", "phi-4", "qwen2.5-7b", "qwen2.5_3b"),
-    *("qwen2_0_5b", "qwen3-30b-a3b", "qwen3-8b", "qwen3_0.6b", "smollm2_135m", "tinyllama_1b_chat_v1.0"),
+    *("gpt-oss-20b", "qwen2_0_5b", "qwen3-30b-a3b", "qwen3-8b", "qwen3_0.6b", "smollm2_135m", "tinyllama_1b_chat_v1.0"),
 ]
 # Matrices that are stored as one.
 FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "chatglm": ("gate_up_proj",), "glm4": ("gate_up_proj",)}
@@ -59,17 +60,22 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
         # The package knows a correction and a step by the names that its conversion gives them.
         known = plain.replace("e_score_correction_bias", "e_score_correction.bias")
         known = known.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
-        for theirs, ours in reversed(config.stored.renames) if architecture == "glm4" else ():
+        for theirs, ours in reversed(config.stored.renames) if architecture in ("glm4", "gemma4") else ():
             known = known.replace(ours, theirs)
-        name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        _, _, layer, part = [*known.split(".", 3), "", "", ""][:4]
+        name = f"blk.{layer}.{SCALES[part]}" if part in SCALES else names.get_name(known, (".weight", ".bias"))
         assert name is not None, plain
-        found[name if re.search(r"\.(weight|bias|ssm_a)$", name) else f"{name}.weight"] = shape, plain
+        found[name if re.search(r"\.(weight|bias|scale|ssm_a)$", name) else f"{name}.weight"] = shape, plain
 
     for block in block_layouts(config):
         for matrix in block.matrices:
             fused = matrix.name in FUSED.get(architecture, ())
             parts = {matrix.stored: matrix.out_features} if fused else matrix.parts
             for part, rows in parts.items():
+                states = re.fullmatch(r"(model\.altup_\w+)\.\d+", part)
+                if states:  # which are one tensor
+                    add(f"{states[1]}.weight", (config.altup.num_states - 1, rows, matrix.in_features))
+                    continue
                 add(f"{part}.weight", (rows, matrix.in_features))
                 if matrix.has_bias:
                     add(f"{part}.bias", (rows,))
@@ -79,12 +85,16 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
         if block.experts is not None:
             count, width = block.experts.num_experts, block.experts.config.intermediate_size
             hidden = config.hidden_size
-            for part, shape in {
-                "gate_proj": (width, hidden),
-                "up_proj": (width, hidden),
-                "down_proj": (hidden, width),
-            }.items():
+            fused = architecture == "gemma4"
+            wide = (
+                {"gate_up_proj": (2 * width, hidden)}
+                if fused
+                else dict.fromkeys(("gate_proj", "up_proj"), (width, hidden))
+            )
+            for part, shape in {**wide, "down_proj": (hidden, width)}.items():
                 add(f"{block.experts.stored}.{part}", (count, *shape))
+                if block.experts.config.has_bias:
+                    add(f"{block.experts.stored}.{part}.bias", (count, shape[0]))
     return found
 
 
@@ -103,8 +113,9 @@ def converted(raw: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_tensor_has_the_name_that_its_block_reads(model_type: str) -> None:
     architecture = ARCHITECTURES[model_type]
-    for name, (_, plain) in tensors_of(config_of_transformers(model_type), architecture).items():
-        assert hf_name(name, architecture) == plain
+    tensors = tensors_of(config_of_transformers(model_type), architecture)
+    for name, (_, plain) in tensors.items():
+        assert hf_name(name, architecture, tensors) == plain
         assert holds_weights(name)
 
 
@@ -129,6 +140,12 @@ def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) ->
         ("blk.3.exp_probs_b", "ernie4_5-moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
         ("output_norm.bias", "phimoe", "model.norm.bias"),
         ("blk.3.ssm_a", "qwen35", "model.layers.3.linear_attn.A_log"),
+        ("blk.3.ffn_gate_inp.scale", "gemma4", "model.layers.3.router.scale"),
+        ("blk.3.ffn_down_exps.scale", "gemma4", "model.layers.3.router.per_expert_scale"),
+        ("blk.3.ffn_gate_up_exps.scale", "gemma4", "model.layers.3.mlp.experts.gate_up_proj.scale"),
+        ("blk.3.ffn_down_exps.scale", "qwen3moe", "model.layers.3.mlp.experts.down_proj.scale"),
+        ("blk.3.ffn_gate_exps.bias", "gpt-oss", "model.layers.3.mlp.experts.gate_proj.bias"),
+        ("altup_proj.weight", "gemma3n", "model.altup_projections.weight"),
         ("blk.3.ssm_dt.bias", "qwen3next", "model.layers.3.linear_attn.dt_bias"),
         ("blk.3.attn_qkv.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_qkv.weight"),
         ("blk.3.attn_gate.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_z.weight"),
@@ -142,6 +159,18 @@ def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) ->
 )
 def test_names_beside_the_usual_ones(name: str, architecture: str, plain: str | None) -> None:
     assert hf_name(name, architecture) == plain
+
+
+def test_encoders_beside_a_text_model_are_not_its_weights() -> None:
+    names = ("v.blk.0.attn_q.weight", "a.blk.0.ln1.weight", "mm.input_projection.weight", "blk.0.attn_v.weight")
+    assert [holds_weights(name) for name in names] == [False, False, False, True]
+
+
+def test_an_mlp_beside_a_router_is_a_shared_expert() -> None:
+    stored = {"blk.1.ffn_gate_inp.weight"}
+    names = [hf_name(f"blk.{layer}.ffn_up.weight", "gemma4", stored) for layer in (0, 1)]
+    assert names == ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.shared_expert.up_proj.weight"]
+    assert hf_name("blk.1.ffn_up.5.weight", "llama", stored) == "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
 def test_the_rows_of_permuted_heads_come_back() -> None:
@@ -177,6 +206,10 @@ FEW: dict[str, dict[str, object]] = {
     "glm4_moe": {"num_attention_heads": 64, "n_routed_experts": 16, "use_qk_norm": True},
     "qwen3_vl_text": {"bos_token_id": 7},
     "starcoder2": {"sliding_window": 4096},
+    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 262400}
+    | {"activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6},
+    "gemma4_text": {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 12},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 4, "sliding_window": None},
     **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phimoe")},
 }
@@ -202,7 +235,7 @@ def test_a_real_config_comes_back(name: str, shared_data: Locate) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_config_of_each_family_comes_back(model_type: str, tied: bool) -> None:
-    if model_type in ("gemma2", "cohere2") and not tied:
+    if model_type in ("gemma2", "gemma3n_text", "gemma4_text", "cohere2") and not tied:
         pytest.skip("none of these has a head of its own")
     raw = config_of_transformers(model_type, tie_word_embeddings=tied)
     assert_same_model(converted(raw), raw)
@@ -385,6 +418,71 @@ def test_experts_alone_need_no_other_width() -> None:
         hf_config(metadata, shapes)
 
 
+GEMMA4: dict[str, object] = {
+    "block_count": 4,
+    "attention__key_length": 16,
+    "attention__value_length": 16,
+    "attention__key_length_swa": 8,
+    "attention__sliding_window": 12,
+    "attention__sliding_window_pattern": [True, False, True, False],
+}
+
+
+def read_gemma4(**keys: object) -> dict[str, object]:
+    metadata, shapes = small("gemma4", **{**GEMMA4, **keys})
+    return hf_config(metadata, {**shapes, LLAMA3_FACTORS: (8,)}, {LLAMA3_FACTORS: [1.0] * 2 + [as_stored(1e30)] * 6})
+
+
+def test_layers_of_gemma_4_differ_as_the_file_says() -> None:
+    lists: dict[str, object] = {"feed_forward_length": [32, 32, 64, 64], "attention__head_count_kv": [2, 1, 2, 1]}
+    config = parse_config(read_gemma4(attention__shared_kv_layers=2, **lists), "config.json")
+    assert [layer.feed_forward.intermediate_size for layer in config.layers] == [32, 32, 64, 64]
+    assert [(each.num_kv_heads, each.head_dim) for each in config.attentions] == [(2, 8), (1, 16)] * 2
+    assert [(each.rope.kind, each.rope.share) for each in config.attentions[:2]] == [
+        ("default", 1.0),
+        ("proportional", 0.25),
+    ]
+    assert [each.kv_of_layer for each in config.attentions] == [None, None, 0, 1]
+    assert [each.value_from_key for each in config.attentions] == [False, True, False, False]
+    assert config.per_layer is None and config.final_softcap is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"attention__key_length_swa": None}, r"key_length_swa is not usable"),
+        ({"attention__value_length_swa": 16}, r"value_length_swa other than"),
+        ({"rope__dimension_count_swa": 4}, r"dimension_count_swa other than"),
+        ({"attention__head_count_kv": [1, 2, 2, 1]}, "several numbers of heads of keys"),
+        ({"attention__head_count_kv": [1, 2]}, r"attention\.head_count_kv is not usable"),
+        ({"feed_forward_length": [32, 64, 64, 64]}, "another feed_forward_length"),
+        ({"feed_forward_length": [32, 32, 48, 48], "attention__shared_kv_layers": 2}, "another feed_forward_length"),
+        ({"attention__shared_kv_layers": 4}, "num_kv_shared_layers"),
+        ({"attention__sliding_window_pattern": [True, False]}, "layer_types"),
+        ({"embedding_length_per_layer_input": 8}, "vocab_size_per_layer_input"),
+    ],
+)
+def test_a_gemma_4_that_does_not_add_up_is_refused(keys: dict[str, object], said: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        parse_config(read_gemma4(**keys), "config.json")
+
+
+def test_a_gemma_4_without_the_divisors_of_its_frequencies_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is missing"):
+        hf_config(*small("gemma4", **GEMMA4))
+
+
+def test_early_files_of_gemma_3n_mean_what_llama_cpp_takes_for_granted() -> None:
+    metadata, shapes = small("gemma3n", block_count=25, attention__sliding_window=12)
+    shapes |= {"blk.0.laurel_r.weight": (64, 16)}
+    config = parse_config(hf_config(metadata, shapes), "config.json")
+    assert config.windows[3:5] == (12, None)
+    assert [each.kv_of_layer for each in config.attentions[19:]] == [None, 18, 18, 18, 18, 19]
+    assert {layer.feed_forward.sparsity for layer in config.layers[:10]} == {0.95}
+    assert config.final_softcap == 30.0
+    assert config.altup == AltUpConfig(num_states=4, laurel_rank=16)
+
+
 def test_what_a_file_does_not_say_is_known_of_its_architecture() -> None:
     def read(architecture: str, **keys: object) -> dict[str, object]:
         return hf_config(*small(architecture, **keys))
@@ -411,6 +509,11 @@ def test_ids_that_end_a_text() -> None:
     tokens = ["a", "</s>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|observation|>"]
     table = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 4, 1, 3]}
     assert eos_ids({**keys, **table}) == [1, 3, 2, 5]  # <|end|> is an ordinary token there
+    ends = {"tokenizer.ggml.tokens": ["<|return|>", "<|end|>", "<|call|>", "<turn|>"]}
+    ends |= {"tokenizer.ggml.token_type": [3] * 4}
+    assert eos_ids(ends) == [0, 2, 3]  # a message of gpt-oss ends with <|end|>, and a turn has several
+    tags = {"tokenizer.ggml.tokens": ["<eos>", "</s>", "<b>"], "tokenizer.ggml.token_type": [3, 4, 4]}
+    assert eos_ids(tags) == [0]
     hostile = {"tokenizer.ggml.eos_token_id": [1], "tokenizer.ggml.eot_token_id": 1 << 60, **table}
     assert eos_ids(hostile) == [1, 2, 3, 5]
     assert eos_ids({}) == []

@@ -32,13 +32,14 @@ from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
 from tests.checkpoints import linear, write_checkpoint
 from tests.gguf_metadata import assert_same_model
-from tests.gguf_support import TypeOf, all_of, mixed, tokenizer_metadata, write_gguf
+from tests.gguf_support import TypeOf, all_of, experts_in_mxfp4, mixed, tokenizer_metadata, write_gguf
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 OTHERS = {
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3": {"query_pre_attn_scalar": 64},
     "llama-mha-wide-heads": {"num_key_value_heads": 4},
+    "gemma4-shared-keys": {"global_head_dim": 128, "hidden_size_per_layer_input": 256},
     "qwen3_moe": {"moe_intermediate_size": 256},
     "qwen3_next": linear(2, 8, 32, 32, moe_intermediate_size=256, shared_expert_intermediate_size=256),
     "qwen3_5": linear(2, 6, 32, 128),
@@ -46,7 +47,7 @@ OTHERS = {
 }
 NAMES = [
     "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen2", "qwen3", "phi3", "gemma2",
-    "gemma3", "olmo2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "gemma3", "olmo2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4-shared-keys",
 ]  # fmt: skip
 
 
@@ -76,6 +77,10 @@ AS_STORED = {
     "stablelm-parallel": {},
     "starcoder2": {"sliding_window": 4096},
     "nemotron": {},
+    "gemma3n-odd": {"vocab_size_per_layer_input": 272, "altup_correct_scale": True},
+    "gemma4-shared-keys": {},
+    "gemma4-experts": {},
+    "gpt_oss": {},
 }
 
 
@@ -163,6 +168,37 @@ def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family,
                 is_kept = {each and each.name for each in stored} == names
                 error = float((found - weights).abs().max() / weights.abs().max())
                 assert error <= (2**-10 if is_kept else 1 / 250), (matrix.stored, form.name)
+
+
+# Sizes that blocks of 32 weights fit.
+BLOCKS: dict[str, dict[str, int]] = {
+    "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32, "vocab_size_per_layer_input": 272},
+    "gemma4-experts": {"moe_intermediate_size": 64},
+    "gpt_oss": {},
+}
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@torch.inference_mode()
+def test_codes_of_all_that_these_families_have_are_kept(family, tmp_path):
+    write_checkpoint(tmp_path / "checkpoint", family, **BLOCKS[family])
+    write_gguf(tmp_path / "checkpoint", tmp_path / "model.gguf", experts_in_mxfp4())
+    files = hub.locate(str(tmp_path / "model.gguf"))
+    config = load_config(files.directory)
+    with Checkpoint.open(files.directory, config.stored) as checkpoint:
+        exact, sizes = CheckpointBlocks(checkpoint, config, RECIPES["fp32"]), kept_weights(checkpoint, config)
+        assert sizes is not None
+        kept = CheckpointBlocks(checkpoint, config, recipe_of(sizes))
+        experts = [layout.experts for layout in block_layouts(config) if layout.experts is not None]
+        assert bool(experts) == (family in ("gemma4-experts", "gpt_oss"))
+        for matrix in (matrix for each in experts for matrix in each.matrices(each.num_experts - 1)):
+            form = matrix.format(kept.recipe)
+            assert form.name == "fp4-g32"
+            weights = form.dequantize(kept.quantized(matrix), matrix.out_features, matrix.in_features)
+            assert torch.equal(weights, exact.quantized(matrix)["weight"])
+    settings = [EngineConfig(device="cpu", dtype="fp32", weights="fp32"), EngineConfig(device="cpu")]
+    dense, coded = (logits(Engine.load(files, each), [*range(40)]) for each in settings)
+    assert float(torch.nn.functional.cosine_similarity(coded, dense, dim=1).median()) > 0.99
 
 
 @torch.inference_mode()

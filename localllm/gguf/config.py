@@ -5,22 +5,24 @@ Knows which keys an architecture needs beside those that all have. The values ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
 from types import MappingProxyType
 
 from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
 from localllm.gguf.metadata import MAX_LAYERS, MOST, Json, Metadata, Shape, decimal
 from localllm.gguf.names import HEAD_NORMS
-from localllm.gguf.rope import DEFAULT_THETA, rope_scaling
+from localllm.gguf.rope import DEFAULT_THETA, LLAMA3_FACTORS, factors_of, rope_scaling, share_of
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _PER_LAYER, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _SPECIAL = (3, 4)  # token types: control, user-defined
 _ENDINGS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>"}
-    | {"<eos>", "</s>", "<EOT>", "[e~[", "<|observation|>"}
+    | {"<eos>", "</s>", "<EOT>", "[e~[", "<|observation|>", "<|return|>", "<|call|>", "<turn|>", "<|tool_response>"}
 )
+# Tokens that end no text where another one does: gpt-oss' end of a message, and a tag of HTML that Gemma knows.
+_OTHERWISE = MappingProxyType({"<|return|>": "<|end|>", "<eos>": "</s>"})
 _NOT_MODELS = {
     "adapter": ("a LoRA adapter", "give the GGUF file of the model that it was made for; adapters are not applied"),
     "mmproj": ("the image or audio encoder of a model", "give the file without mmproj in its name, for text alone"),
@@ -47,7 +49,7 @@ def hf_config(
         what = f"{source}: a model of the architecture {show(architecture)} cannot run here"
         raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
     file = Metadata(metadata, tensors, factors, architecture, source)
-    return _common(file) | own(file)
+    return _common(file.in_first_layer() if architecture in _VARYING else file) | own(file)
 
 
 def eos_ids(metadata: Mapping[str, object]) -> list[int]:
@@ -57,7 +59,8 @@ def eos_ids(metadata: Mapping[str, object]) -> list[int]:
     declared = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     known: list[object] = []
     if isinstance(tokens, list) and isinstance(kinds, Sequence) and len(kinds) == len(tokens):
-        known += [index for index, token in enumerate(tokens) if token in _ENDINGS and kinds[index] in _SPECIAL]
+        endings = _ENDINGS.difference(inner for outer, inner in _OTHERWISE.items() if outer in tokens)
+        known += [index for index, token in enumerate(tokens) if token in endings and kinds[index] in _SPECIAL]
     size = len(tokens) if isinstance(tokens, list) else MOST
     found = [index for index in (*declared, *known) if type(index) is int and 0 <= index < size]
     return list(dict.fromkeys(found))
@@ -91,7 +94,7 @@ def _common(file: Metadata) -> Json:
     if file.get("attention.causal") is False:
         raise file.unsupported("attention in both directions")
     rotary_dim = file.integer("rope.dimension_count", head_dim)
-    share = {} if rotary_dim == head_dim else {"partial_rotary_factor": _share(rotary_dim, head_dim)}
+    share = {} if rotary_dim == head_dim else {"partial_rotary_factor": share_of(rotary_dim, head_dim)}
     return {
         "vocab_size": file.tensors["token_embd.weight"][0],
         "hidden_size": file.integer("embedding_length"),
@@ -124,12 +127,6 @@ def _common(file: Metadata) -> Json:
 def _bos_id(metadata: Mapping[str, object]) -> int | None:
     index = metadata.get("tokenizer.ggml.bos_token_id")
     return index if type(index) is int and 0 <= index <= MOST else None
-
-
-def _share(rotary_dim: int, head_dim: int) -> float:
-    """Return a share of a head's features that gives their number when it is multiplied and rounded down again."""
-    share = rotary_dim / max(head_dim, 1)
-    return share if int(head_dim * share) == rotary_dim else math.nextafter(share, math.inf)
 
 
 # What each architecture has besides
@@ -226,6 +223,87 @@ def _gemma3(file: Metadata) -> Json:
         "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scalar(file, largest=62),
     }
+
+
+def _gemma3n(file: Metadata) -> Json:
+    deviations = file.listed("activation_sparsity_scale")
+    shares = [round(NormalDist().cdf(each), 6) for each in deviations if isinstance(each, float)]
+    return {
+        "model_type": "gemma3n_text",
+        "layer_types": _layer_types(file, 5),
+        "intermediate_size": [*file.listed("feed_forward_length")],
+        "activation_sparsity_pattern": shares or None,
+        "rope_local_base_freq": file.number("rope.freq_base_swa", DEFAULT_THETA),
+        "final_logit_softcapping": file.number("final_logit_softcapping", 30.0),
+        "num_kv_shared_layers": file.integer("attention.shared_kv_layers", max(file.num_layers - 20, 0)),
+        "altup_active_idx": file.integer("altup.active_idx", 0),
+        "altup_num_inputs": file.integer("altup.num_inputs", 4),
+        "laurel_rank": file.width("laurel_r.weight"),
+        **_per_layer(file),
+    }
+
+
+def _gemma4(file: Metadata) -> Json:
+    factors_of(file, LLAMA3_FACTORS)  # which says what turns in full layers
+    head_dim, kinds = file.integer("attention.key_length_swa"), _layer_types(file, 6)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if file.integer(key, head_dim) != head_dim:
+            raise file.unsupported(f"{key} other than attention.key_length_swa")
+    full = {"rope_theta": file.number("rope.freq_base", DEFAULT_THETA), **(rope_scaling(file) or {})}
+    sliding = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", DEFAULT_THETA)}
+    return {
+        "model_type": "gemma4_text",
+        "layer_types": kinds,
+        "head_dim": head_dim,
+        "global_head_dim": file.head_dim,
+        "rope_scaling": None,
+        "rope_parameters": {_FULL: full, _SLIDING: sliding},
+        "final_logit_softcapping": file.number("final_logit_softcapping", 0.0) or None,
+        **_key_heads(file, kinds),
+        **_shared_keys(file),
+        **_per_layer(file),
+        **(_gemma4_experts(file) if file.has("ffn_gate_inp.weight") else {}),
+    }
+
+
+def _key_heads(file: Metadata, kinds: Sequence[str]) -> Json:
+    """Return the heads of keys of sliding layers and of full ones; where these lack values, their keys are those."""
+    heads: dict[str, object] = {}
+    for kind, count in zip(kinds, file.listed("attention.head_count_kv"), strict=False):
+        if heads.setdefault(kind, count) != count:
+            raise file.unsupported(f"several numbers of heads of keys in layers of {kind}")
+    own = file.num_layers - file.integer("attention.shared_kv_layers", 0)
+    full = [layer for layer, kind in enumerate(kinds[: max(own, 0)]) if kind == _FULL]
+    names = [{f"blk.{layer}.attn_{part}.weight" for part in ("v", "qkv")} for layer in full]
+    found: Json = {"num_key_value_heads": heads.get(_SLIDING), "num_global_key_value_heads": heads.get(_FULL)}
+    return found | ({"attention_k_eq_v": True} if any(map(file.tensors.keys().isdisjoint, names)) else {})
+
+
+def _shared_keys(file: Metadata) -> Json:
+    """Return how many layers share keys, and whether their feed-forwards are twice as wide as the others."""
+    shared, widths = file.integer("attention.shared_kv_layers", 0), file.listed("feed_forward_length")
+    first = max(file.num_layers - shared, 0)
+    narrow, wide = {*widths[:first]}, {*widths[first:]}
+    doubles = len(narrow) == 1 and wide == {2 * each for each in narrow if isinstance(each, int)}
+    if len(narrow | wide) > 1 and not doubles:
+        raise file.unsupported("another feed_forward_length in each layer")
+    return {"num_kv_shared_layers": shared, "use_double_wide_mlp": doubles}
+
+
+def _gemma4_experts(file: Metadata) -> Json:
+    return {
+        "enable_moe_block": True,
+        "num_experts": file.integer("expert_count"),
+        "top_k_experts": file.integer("expert_used_count"),
+        "moe_intermediate_size": file.width("ffn_down_exps.weight"),
+    }
+
+
+def _per_layer(file: Metadata) -> Json:
+    """Return the features of the embeddings of each layer, and of how many tokens there are any."""
+    features = file.integer("embedding_length_per_layer_input", 0)
+    tokens = next(iter(file.tensors.get("per_layer_token_embd.weight", ())), 0)
+    return {"hidden_size_per_layer_input": features, "vocab_size_per_layer_input": tokens}
 
 
 def _olmo2(file: Metadata) -> Json:
@@ -457,6 +535,7 @@ def _layer_types(file: Metadata, default: int) -> list[str]:
     return [_SLIDING if (layer + 1) % every else _FULL for layer in range(file.num_layers)]
 
 
+_VARYING = ("gemma3n", "gemma4")  # whose layers may differ in what all layers of others have alike
 _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
         "llama": _llama,
@@ -468,6 +547,8 @@ _ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "phi3": _phi3,
         "gemma2": _gemma2,
         "gemma3": _gemma3,
+        "gemma3n": _gemma3n,
+        "gemma4": _gemma4,
         "olmo2": _olmo2,
         "qwen2moe": _qwen2moe,
         "qwen3moe": _qwen3moe,

@@ -6,15 +6,15 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError, show
 from localllm.gguf.config import hf_config
 from localllm.gguf.folder import DESCRIPTION
-from localllm.gguf.header import GgufHeader, read_floats, read_model
+from localllm.gguf.header import GgufEntry, GgufHeader, read_floats, read_model
 from localllm.gguf.metadata import Shape
-from localllm.gguf.names import HEAD_NORMS, hf_name, holds_weights, stored_form
+from localllm.gguf.names import HEAD_NORMS, STACKED, hf_name, holds_weights, stored_form
 from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
@@ -56,17 +56,28 @@ def model_files(path: Path) -> dict[str, bytes]:
 
 def _tensors(headers: Sequence[GgufHeader], architecture: str) -> dict[str, object]:
     found: dict[str, object] = {}
+    stored = {name for header in headers for name in header.tensors}
     for number, header in enumerate(headers):
         for name, tensor in header.tensors.items():
             if not holds_weights(name):
                 continue
-            plain = hf_name(name, architecture)
+            plain = hf_name(name, architecture, stored)
             if plain is None or plain in found:
                 what = f"{header.path}: the tensor {show(name)} is not known"
                 why = f"a model of the architecture {show(architecture)} has none like it here"
                 raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
-            found[plain] = (number, tensor.type, _hf_shape(name, tensor.shape), tensor.begin, tensor.num_bytes)
+            found |= {each: (number, *place) for each, place in _places(plain, tensor)}
     return found
+
+
+def _places(plain: str, tensor: GgufEntry) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """Yield the type, the shape, the begin and the bytes of a tensor by its name, or of each matrix that it has."""
+    if tensor.name not in STACKED or len(tensor.shape) != 3:
+        yield plain, (tensor.type, _hf_shape(tensor.name, tensor.shape), tensor.begin, tensor.num_bytes)
+        return
+    stem, size = plain.removesuffix(".weight"), tensor.num_bytes // tensor.shape[0]
+    for number in range(tensor.shape[0]):
+        yield f"{stem}.{number}.weight", (tensor.type, tensor.shape[1:], tensor.begin + number * size, size)
 
 
 def _head_scales(headers: Sequence[GgufHeader]) -> dict[str, tuple[float, ...]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.errors import FETCH_ANEW, CheckpointError, UnsupportedModelError, show
 
@@ -38,6 +39,21 @@ class Metadata:
             raise self.unsupported(f"another {key} in each layer")
         first: object = value[0]
         return first
+
+    def listed(self, key: str) -> Sequence[object]:
+        """Return the value of a key for each layer. Raises CheckpointError where it is a list of another length."""
+        value, count = self.keys.get(f"{self.architecture}.{key}"), self.num_layers
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            return [value] * count
+        if len(value) != count:
+            raise self.refused(key, value, f"a value for each of the {count} layers of block_count")
+        return value
+
+    def in_first_layer(self) -> Metadata:
+        """Return what the file says of the first layer, where it has a value for each."""
+        lists = {key: value for key, value in self.keys.items() if isinstance(value, list | array) and value}
+        firsts = {key: value[0] for key, value in lists.items() if key.startswith(f"{self.architecture}.")}
+        return replace(self, keys={**self.keys, **firsts})
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = default if (found := self.get(key)) is None else found

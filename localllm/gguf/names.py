@@ -7,16 +7,27 @@ one expert's without a number, "model.layers.3.mlp.experts.gate_proj".
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 _PART = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(\d{1,5}))?(?:\.(weight|bias|scale|input_scale))?")
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "altup_proj": "model.altup_projections",
+    "altup_unembd_proj": "model.altup_unembed_projections",
+}
+STACKED = ("altup_proj.weight", "altup_unembd_proj.weight")  # which are matrices of their own in Hugging Face's form
 # Factors of the rotary embedding, which become part of the configuration, and frequencies that everybody computes.
 _NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
 HEAD_NORMS = (".attn_q_norm.", ".attn_k_norm.")
 _NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
+_ENCODERS = ("v", "a", "mm")  # of images and sounds, which Ollama's files have beside the text model
 _COMMON = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -43,6 +54,7 @@ _COMMON = {
     "attn_sinks": "self_attn.sinks",
 }
 _GATED = ("ffn_gate", "ffn_up", "ffn_down")
+_ROUTER = "ffn_gate_inp.weight"
 # Norms behind a block, which some families have beside those in front of it, and some instead.
 _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
@@ -50,6 +62,32 @@ _NORMS_BEHIND = {
 }
 _NORM_BETWEEN = {"post_attention_norm": "post_attention_layernorm"}
 _GEMMA = {**_NORMS_BEHIND, "ffn_norm": "pre_feedforward_layernorm"}
+_PER_LAYER = {
+    **_GEMMA,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = {
+    **_PER_LAYER,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **_PER_LAYER,
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "layer_output_scale": "layer_scalar",
+}
+# What is no factor of a matrix there, although it is called like one.
+_GEMMA4_SCALES = {"ffn_gate_inp": "router.scale", "ffn_down_exps": "router.per_expert_scale"}
 _GATE_AND_UP = {"ffn_up": "mlp.gate_up_proj"}  # the gate's rows, then those of up
 # The weights of its norms of queries and keys are all alike: numbers of the configuration, which nobody asks for here.
 _MUSE_GLIMMER = {
@@ -76,6 +114,8 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gemma2": _GEMMA,
         "gemma3": _GEMMA,
+        "gemma3n": _GEMMA3N,
+        "gemma4": _GEMMA4,
         "olmo2": _NORMS_BEHIND,
         "glm4moe": _NORM_BETWEEN,
         "qwen3next": _GATED_DELTA_NET,
@@ -91,7 +131,9 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 # Parts that are called the same whatever their suffix is.
-_WITHOUT_SUFFIX = frozenset({"exp_probs_b", "ssm_dt", "ssm_a", "attn_sinks"})
+_WITHOUT_SUFFIX = frozenset(
+    {"exp_probs_b", "ssm_dt", "ssm_a", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +192,10 @@ def stored_form(architecture: str) -> GgufForm:
     return _FORMS.get(architecture, GgufForm())
 
 
-def hf_name(name: str, architecture: str) -> str | None:
+def hf_name(name: str, architecture: str, stored: Container[str] = ()) -> str | None:
     """Return Hugging Face's name of a tensor; None where `holds_weights` is false, and for one that is not known.
 
+    stored: the names of all tensors: an MLP that is beside a router is a shared expert.
     A fused "attn_qkv" has the rows of q, of k and of v one below the other. "ssm_a" is not A_log: see `GgufForm`.
     """
     stem, _, suffix = name.rpartition(".")
@@ -165,14 +208,19 @@ def hf_name(name: str, architecture: str) -> str | None:
     inner = _OWN.get(architecture, {}).get(part) or _COMMON.get(part)
     if inner is None or (expert is not None and part not in _GATED):
         return None
+    if architecture == "gemma4" and suffix == "scale" and part in _GEMMA4_SCALES:
+        return f"model.layers.{int(layer)}.{_GEMMA4_SCALES[part]}"
     if expert is not None:  # files of early 2024 have a tensor for each expert
         inner = inner.replace("mlp.", f"mlp.experts.{expert}.")
+    elif part in _GATED and f"blk.{layer}.{_ROUTER}" in stored:
+        inner = inner.replace("mlp.", "mlp.shared_expert.")
     is_whole = part in _WITHOUT_SUFFIX or (part.endswith("_exps") and suffix == "weight")
     return f"model.layers.{int(layer)}.{inner}" + ("" if is_whole or suffix is None else f".{suffix}")
 
 
 def holds_weights(name: str) -> bool:
     """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
-    that predict further tokens have."""
+    that predict further tokens have, nor an encoder of images or sounds."""
     parts = name.split(".")
-    return _NO_WEIGHTS.isdisjoint(parts) and _NEXT_TOKENS not in parts and parts[-1] != "input_scale"
+    is_other = _NEXT_TOKENS in parts or parts[0] in _ENCODERS or parts[-1] == "input_scale"
+    return not is_other and _NO_WEIGHTS.isdisjoint(parts)

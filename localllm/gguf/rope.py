@@ -12,6 +12,7 @@ from localllm.gguf.metadata import MOST, Json, Metadata, decimal
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 DEFAULT_THETA = 10000.0
+_STANDING = 1e30  # divides the frequency of features that do not turn, as llama.cpp has it
 # Llama 3.1's, which all models with its factors have taken over: the context, and where its scaling begins and ends.
 _LLAMA3 = (8192, 1.0, 4.0)
 
@@ -28,10 +29,10 @@ def rope_scaling(file: Metadata) -> Json | None:
     that does not run here, CheckpointError for an unusable value."""
     kind = file.get("rope.scaling.type")
     if LONG_FACTORS in file.tensors or kind == "longrope":
-        long, short = (list(_factors(file, name)) for name in (LONG_FACTORS, SHORT_FACTORS))
+        long, short = (list(factors_of(file, name)) for name in (LONG_FACTORS, SHORT_FACTORS))
         return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
     if LLAMA3_FACTORS in file.tensors:
-        return _llama3(file)
+        return _by_divisors(file)
     if kind == "linear":
         return {"rope_type": "linear", "factor": file.number("rope.scaling.factor")}
     if kind == "yarn":
@@ -41,6 +42,12 @@ def rope_scaling(file: Metadata) -> Json | None:
     # Before there was a type, the factor of a linear scaling was all that was written.
     factor = file.number("rope.scale_linear", 1.0)
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def share_of(part: int, whole: int) -> float:
+    """Return a share of a number that gives this part when it is multiplied and rounded down again."""
+    share = part / max(whole, 1)
+    return share if int(whole * share) == part else math.nextafter(share, math.inf)
 
 
 def _yarn(file: Metadata) -> Json:
@@ -61,22 +68,26 @@ def _yarn(file: Metadata) -> Json:
     return {**scaling, "mscale": 1.0, "mscale_all_dim": scale} if scale else scaling
 
 
-def _factors(file: Metadata, name: str) -> Sequence[float]:
+def factors_of(file: Metadata, name: str) -> Sequence[float]:
+    """Return the numbers of a tensor of factors. Raises CheckpointError where it is missing."""
     if name not in file.factors:
         raise CheckpointError(f"{file.name}: {name} is missing", why="its RoPE scaling needs it", fix=FETCH_ANEW)
     return file.factors[name]
 
 
-def _llama3(file: Metadata) -> Json | None:
-    """Return the scaling whose factors the file holds: GGUF has its results alone, a divisor for each frequency."""
-    stored = _factors(file, LLAMA3_FACTORS)
+def _by_divisors(file: Metadata) -> Json | None:
+    """Return the scaling whose results the file holds, a divisor for each frequency: Llama 3's, or of features that do
+    not turn."""
+    stored = factors_of(file, LLAMA3_FACTORS)
     dim, theta = file.integer("rope.dimension_count", file.head_dim), file.number("rope.freq_base", DEFAULT_THETA)
     if len(stored) * 2 != dim or not all(math.isfinite(each) and each >= 1.0 for each in stored) or theta <= 1.0:
         why = f"{len(stored)} factors from 1 on are needed, one for each pair of the {dim} features that rotate"
         raise CheckpointError(f"{file.name}: {LLAMA3_FACTORS} is not usable", why=why, fix=FETCH_ANEW)
-    factor = decimal(max(stored))
+    factor, turning = decimal(max(stored)), sum(each == 1.0 for each in stored)
     if factor == 1.0:
         return None
+    if turning and all(each >= _STANDING for each in stored[turning:]):
+        return {"rope_type": "proportional", "partial_rotary_factor": share_of(turning, len(stored))}
     wavelengths = [2 * math.pi * theta ** (2 * pair / dim) for pair in range(len(stored))]
     for original, low, high in (_LLAMA3, _fitted(stored, wavelengths, factor)):
         made = [_llama3_factor(length, factor, original, low, high) for length in wavelengths]

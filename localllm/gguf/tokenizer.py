@@ -1,13 +1,13 @@
 """The tokenizer in a GGUF file's metadata, as the contents of its model's tokenizer.json and tokenizer_config.json.
 
-Two kinds are read: SentencePiece's BPE with scores ("llama"), and BPE over bytes ("gpt2"), whose words are cut by
-regular expressions that GGUF names and does not hold.
+Three kinds are read: SentencePiece's BPE with scores ("llama"), the same with merges ("gemma4"), and BPE over bytes
+("gpt2"), whose words are cut by regular expressions that GGUF names and does not hold.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeGuard
@@ -40,7 +40,6 @@ _UNREAD = {
     "t5": "a Unigram model",
     "rwkv": "a trie of RWKV",
     "plamo2": "the table of PLaMo 2",
-    "gemma4": "the BPE of Gemma 4",
     "none": "no tokenizer at all",
 }
 
@@ -142,13 +141,14 @@ def hf_tokenizer(metadata: Mapping[str, object], source: str = "the GGUF file") 
     Raises TokenizerError for a kind of tokenizer that is not read here, and for tables that do not fit together.
     """
     kind = metadata.get(f"{_KEY}model")
-    if kind not in ("llama", "gpt2"):
+    if kind not in ("llama", "gemma4", "gpt2"):
         known = _UNREAD.get(str(kind), f"a tokenizer of the kind {show(kind)}")
-        why = 'kinds that are read: "llama" (SentencePiece\'s BPE) and "gpt2" (BPE over bytes)'
+        why = 'kinds that are read: "llama" and "gemma4" (SentencePiece\'s BPE), "gpt2" (BPE over bytes)'
         raise TokenizerError(f"{source} has {known}, which is not read", why=why, fix="choose another file or model")
     vocabulary = _Vocabulary.of(metadata, source)
-    if kind == "llama":
-        content, adds_bos = _sentencepiece(metadata, vocabulary), True
+    if kind != "gpt2":
+        is_gemma4 = "gemma4" in (kind, metadata.get(f"{_KEY}pre"))  # Ollama's files say it otherwise
+        content, adds_bos = _sentencepiece(metadata, vocabulary, is_gemma4=is_gemma4), True
     else:
         words = _words(metadata, source)
         content, adds_bos = _byte_level(metadata, vocabulary, words), words.adds_bos
@@ -210,16 +210,17 @@ class _Vocabulary:
 # SentencePiece's BPE
 
 
-def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> Json:
+def _sentencepiece(metadata: Mapping[str, object], vocabulary: _Vocabulary, *, is_gemma4: bool) -> Json:
+    """is_gemma4: merges are listed, and no space goes in front of a text."""
     vocabulary = _with_spaces_as_pieces(vocabulary)
-    prefixes = metadata.get(f"{_KEY}add_space_prefix", True) is not False
+    prefixes = not is_gemma4 and metadata.get(f"{_KEY}add_space_prefix", True) is not False
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prepend = [{"type": "Prepend", "prepend": _SPACE}] if prefixes else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixes else []
     spaces = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     unknown = vocabulary.text(metadata.get(f"{_KEY}unknown_token_id", 0))
-    merges = metadata.get(f"{_KEY}merges")
-    pairs = _split_merges(merges, vocabulary) if _are_texts(merges) else _scored_merges(metadata, vocabulary)
+    is_listed = is_gemma4 or _are_texts(metadata.get(f"{_KEY}merges"))
+    pairs = (_listed_merges if is_listed else _scored_merges)(metadata, vocabulary)
     return _tokenizer(
         added=vocabulary.added(stripping=metadata.get("general.architecture") in _PHI3),
         normalizer={"type": "Sequence", "normalizers": [*prepend, replace]},
@@ -267,9 +268,6 @@ def _scored_merges(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> l
 
 
 def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary, words: _Words) -> Json:
-    merges = metadata.get(f"{_KEY}merges")
-    if not _are_texts(merges):
-        raise _unusable(vocabulary.source, "merges", "a list of pairs of tokens", merges)
     cuts = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in words.patterns
@@ -280,7 +278,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary, words: 
         normalizer={"type": "NFC"} if words.composes else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
         decoder=byte_level,
-        model=_bpe(vocabulary, _split_merges(merges, vocabulary), ignore_merges=words.whole),
+        model=_bpe(vocabulary, _listed_merges(metadata, vocabulary), ignore_merges=words.whole),
     )
 
 
@@ -293,9 +291,11 @@ def _words(metadata: Mapping[str, object], source: str) -> _Words:
     return _WORDS[name]
 
 
-def _split_merges(merges: Iterable[str], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _listed_merges(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return "left right" as pairs, without those that make no token."""
-    ids = vocabulary.ids
+    merges, ids = metadata.get(f"{_KEY}merges"), vocabulary.ids
+    if not _are_texts(merges):
+        raise _unusable(vocabulary.source, "merges", "a list of pairs of tokens", merges)
     cuts = ((merge, merge.find(" ", 1)) for merge in merges)
     pairs = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts if cut > 0)
     return [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # as much as makes waking the other cores for its scales worth it.
 _SLAB_BYTES, _TILED_SLAB_BYTES = 1 << 20, 8 << 20
 _TILE = 16
-_FACTOR, _MOST_FACTORS_BYTES = ".scale", 1 << 16
+_FACTOR, _MOST_FACTORS_BYTES = re.compile(r"(?<!\.router)\.scale$"), 1 << 16  # a router's are the weights of its norm
 
 
 def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]:
@@ -53,10 +54,10 @@ def open_tensors(folder: Path) -> tuple[dict[str, GgufTensor], list[WeightFile]]
 def _with_factors(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
     """Return the tensors without those that are factors of others, as NVFP4's matrices have them: one of a matrix, or
     one of each expert. Raises CheckpointError."""
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(_FACTOR)}
+    found = {name: tensor for name, tensor in tensors.items() if not _FACTOR.search(name)}
     for name, tensor in tensors.items():
         if name not in found:
-            stem = name.removesuffix(_FACTOR)
+            stem = _FACTOR.sub("", name)
             owner = f"{stem}.weight" if f"{stem}.weight" in found else stem
             if owner not in found:
                 why = f"{show(name)} is there, and no matrix that it is a factor of"
