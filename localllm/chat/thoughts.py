@@ -116,19 +116,26 @@ def answer_ids(template: ChatTemplate, tokenizer: Tokenizer, said: str = "", *, 
 
 def special_among(tokenizer: Tokenizer, marks: Iterable[str]) -> frozenset[int]:
     """Return the special tokens with which marks begin, which an answer's text omits unless they are asked for."""
-    return frozenset(index for mark in marks if (index := tokenizer.leading_token(mark)) in tokenizer.special_ids)
+    return frozenset(found[0] for mark in marks if (found := _special_token(tokenizer, mark)) is not None)
 
 
 def marks_in_grammar(tokenizer: Tokenizer) -> tuple[tuple[str, str], ...]:
     """Return the marks of thoughts as a `Grammar` has them: special tokens by their numbers."""
 
     def numbered(mark: str) -> str:
-        index = tokenizer.leading_token(mark)
-        if index is None or index not in tokenizer.special_ids:
-            return mark
-        return f"<[{index}]>{mark.removeprefix(tokenizer.token_text(index))}"
+        found = _special_token(tokenizer, mark)
+        return mark if found is None else f"<[{found[0]}]>{found[1]}"
 
     return tuple((numbered(opened), numbered(close)) for opened, close in THOUGHT_MARKS.items())
+
+
+def _special_token(tokenizer: Tokenizer, mark: str) -> tuple[int, str] | None:
+    """Return the special token that a mark is, or begins with, and the rest of it; None where there is none."""
+    for text in (mark, f"{mark.partition('>')[0]}>"):
+        index = tokenizer.token_id(text)
+        if index is not None and index in tokenizer.special_ids:
+            return index, mark.removeprefix(text)
+    return None
 
 
 def splits_off_thoughts(template: ChatTemplate, tokenizer: Tokenizer) -> bool:
