@@ -71,3 +71,30 @@ def test_another_slope_of_the_gate_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "swiglu_alpha": 2.0}))
     with pytest.raises(UnsupportedModelError, match="swiglu_alpha 2"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"hidden_size": 128, "intermediate_size": 96}, {"hidden_size": 64, "intermediate_size": 64}]
+)
+@pytest.mark.parametrize("form", ["all experts", "each expert"])
+def test_gates_that_are_stored_apart_are_in_order(tmp_path: Path, form: str, sizes: dict[str, int]) -> None:
+    peer, ids = write_checkpoint(tmp_path, "gpt_oss", **sizes), list(range(40))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        block, _, last = name.rpartition(".")
+        if not block.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        matrix, kind = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+        parts = {"gate_proj": tensor[..., ::2], "up_proj": tensor[..., 1::2]} if "gate" in matrix else {matrix: tensor}
+        for part, values in parts.items():
+            rows = values if kind == "bias" else values.transpose(1, 2)
+            if form == "all experts":
+                tensors[f"{block}.{part}.{kind}"] = rows.contiguous()
+            else:
+                tensors |= {f"{block}.{i}.{part}.{kind}": expert.contiguous() for i, expert in enumerate(rows)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with torch.inference_mode():
+        expected = peer(torch.tensor([ids]), use_cache=False).logits[0]
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
+    torch.testing.assert_close(_logits(engine, ids, [40]), expected, atol=1e-4, rtol=1e-4)

@@ -209,6 +209,8 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
             yield DraftGain("ngram", alpha, gain(plan.costs, depth, alpha, 0.0, most=most))
     if wish.skips and not slow(plan):
         yield DraftGain("skip", why_not="every block is in fast memory, so none is left out")
+    elif wish.skips and not plan.shape.can_skip:
+        yield DraftGain("skip", why_not="each layer reads what the one before it made of all states of a token")
     elif wish.skips and not (left_out := skipped(plan)):
         yield DraftGain("skip", why_not="what stays near is too little to draft with")
     elif wish.skips:

@@ -91,6 +91,7 @@ def model_shape(
         # The operators' sums change with the number of rows: another one is taken only where this one does not fit.
         batch_rows=tuple(dict.fromkeys(max(BATCH_ROWS >> halvings, MAX_ROWS) for halvings in range(9))),
         is_tied=config.is_tied,
+        can_skip=config.altup is None,
         can_split=can_be_split(config, recipe),
         can_slot=has_gpu and can_have_slots(config, recipe),
         packing=packing,
@@ -132,7 +133,11 @@ def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     # What the kernels of attention take and give.
     attention = 2 * max((each.num_heads + each.num_kv_heads) * each.head_dim for each in config.attentions)
     mixing = max((_mixture_row_bytes(mixture, config.hidden_size) for mixture in config.mixtures), default=0)
-    return wide * item_bytes + (3 * config.hidden_size + attention) * 4 + mixing
+    # Of AltUp: all states, what is predicted of them, what they become, and one copy on the way.
+    states = 4 * config.altup.num_states * config.hidden_size if config.altup is not None else 0
+    # Of each token for each layer: rows as they are looked up, what the embedding gives, its norm, and their sum.
+    per_layer = 5 * config.num_layers * config.per_layer.features if config.per_layer is not None else 0
+    return (wide + states + per_layer) * item_bytes + (3 * config.hidden_size + attention) * 4 + mixing
 
 
 def _mixture_row_bytes(mixture: MoEConfig, hidden_size: int) -> int:

@@ -47,7 +47,7 @@ def hf_config(
     if own is None:
         why = f"supported architectures: {', '.join(_ARCHITECTURES)}"
         what = f"{source}: a model of the architecture {show(architecture)} cannot run here"
-        raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
+        raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list --all")
     file = Metadata(metadata, tensors, factors, architecture, source)
     return _common(file.in_first_layer() if architecture in _VARYING else file) | own(file)
 

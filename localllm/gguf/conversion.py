@@ -65,7 +65,7 @@ def _tensors(headers: Sequence[GgufHeader], architecture: str) -> dict[str, obje
             if plain is None or plain in found:
                 what = f"{header.path}: the tensor {show(name)} is not known"
                 why = f"a model of the architecture {show(architecture)} has none like it here"
-                raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list")
+                raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list --all")
             found |= {each: (number, *place) for each, place in _places(plain, tensor)}
     return found
 

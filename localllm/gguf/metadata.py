@@ -112,7 +112,9 @@ class Metadata:
     def unsupported(self, what: str) -> UnsupportedModelError:
         why = f"this version does not run it in a model of the architecture {self.architecture}"
         return UnsupportedModelError(
-            f"{self.name}: a model with {what} cannot run here", why=why, fix="choose another model: localllm list"
+            f"{self.name}: a model with {what} cannot run here",
+            why=why,
+            fix="choose another model: localllm list --all",
         )
 
 

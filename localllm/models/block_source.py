@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -128,7 +128,7 @@ class CheckpointBlocks:
             rows = min(step, matrix.out_features - first)
             weight = self.checkpoint.read_slab(stored, first, (rows, columns), dtype)
             with self._blaming(stored):
-                tensors = form.quantize(_as_computed(weight, matrix))
+                tensors = form.quantize(_as_computed(weight, matrix, [stored]))
             yield {f"{matrix.name}.{first_name}": tensors[first_name]}
             for name in others:
                 rest[name].append(tensors[name])
@@ -142,7 +142,7 @@ class CheckpointBlocks:
             bias = self.checkpoint.read_rows(rows, (), torch_dtype("float32"))
             for name, part in self._as_stored(matrix, "bias", bias):
                 self._finite(name, part)
-            tensors[f"{matrix.name}.linear_bias"] = _as_computed(bias, matrix)
+            tensors[f"{matrix.name}.linear_bias"] = _as_computed(bias, matrix, rows)
         return tensors
 
     def _vector(self, vector: Vector) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ class CheckpointBlocks:
             for name, part in self._as_stored(matrix, "weight", weight):
                 self._finite(name, part)
         try:
-            return quantize(_as_computed(weight, matrix))
+            return quantize(_as_computed(weight, matrix, rows))
         except CheckpointError:
             for name, part in self._as_stored(matrix, "weight", weight):
                 with self._blaming(name):
@@ -234,7 +234,7 @@ class CheckpointBlocks:
         all of it at once."""
         from localllm.quant.coded import joined, pack_codes
 
-        columns, order = matrix.in_features, _row_order(matrix)
+        columns, order = matrix.in_features, _row_order(matrix, stored)
         specs = form.specs(matrix.out_features, columns)
         tensors = {name: allocate(spec.shape, spec.torch_dtype, matrix.name) for name, spec in specs.items()}
         if any(rows % TILE for rows in [*stored.values()][:-1]):
@@ -399,19 +399,19 @@ def _keeps_codes(checkpoint: Checkpoint, stored: Mapping[str, int], form: Weight
     return bool(kept) and all(each is not None and each.name == form.name for each in kept)
 
 
-def _as_computed(stored: Tensor, matrix: Matrix) -> Tensor:
-    """Return a matrix's weight or bias as it is computed with: scaled, and features that rotate together half a head
-    apart."""
+def _as_computed(stored: Tensor, matrix: Matrix, names: Collection[str]) -> Tensor:
+    """Return a matrix's weight or bias as it is computed with: scaled, and its rows in their order. names: of the
+    tensors that store it."""
     if matrix.scale != 1.0:
         stored.mul_(matrix.scale)
-    order = _row_order(matrix)
+    order = _row_order(matrix, names)
     return stored if order is None else stored[order]
 
 
-def _row_order(matrix: Matrix) -> Tensor | None:
+def _row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
     """Return the stored rows in the order in which they are computed with; None where that is theirs."""
     pairs, groups = matrix.interleaved, matrix.grouped
-    if groups is not None and groups.rows:
+    if groups is not None and groups.rows and not (groups.of_fused and len(names) > 1):
         return _group_order(groups, matrix.out_features)
     if pairs is None or not pairs.rows:
         return None

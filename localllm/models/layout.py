@@ -61,11 +61,12 @@ class Interleaved:
 @dataclass(frozen=True)
 class Grouped:
     """The first `rows` of a matrix are stored in groups of runs of rows, by their lengths. Here the runs of one kind
-    come together, those of the kind `order[0]` first."""
+    come together, those of the kind `order[0]` first. of_fused: parts that are stored apart have no groups."""
 
     rows: int
     runs: tuple[int, ...]
     order: tuple[int, ...]
+    of_fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -536,7 +537,7 @@ def gated_matrices(
     width, bias = config.intermediate_size, config.has_bias
     gate_up = {f"{stored}.gate_proj": width} if config.has_gate else {}
     gate_up[f"{stored}.up_proj"] = width
-    pairs = Grouped(2 * width, (1, 1), (0, 1)) if alternates else None
+    pairs = Grouped(2 * width, (1, 1), (0, 1), of_fused=True) if alternates else None
     return (
         Matrix(f"{prefix}gate_up_proj", f"{stored}.gate_up_proj", gate_up, residual.features, bias, grouped=pairs),
         Matrix(

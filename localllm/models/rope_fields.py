@@ -84,7 +84,7 @@ def parse_rope(section: Fields, context: RopeContext) -> RopeConfig:
         raise UnsupportedModelError(
             f"{section.source}: the RoPE scaling {show(name)} is not supported",
             why=f"known here: {', '.join(context.kinds)}",
-            fix="choose another model: localllm list",
+            fix="choose another model: localllm list --all",
         )
     kind: RopeKind = "default" if name is None else context.kinds[name]
     theta = section.optional_number("rope_theta", 1e-3, _LARGEST_THETA)

@@ -122,6 +122,17 @@ def test_drafts_of_a_hybrid_change_no_state_that_counts(draft_tokens: int, tmp_p
     second.close()
 
 
+def test_a_model_of_several_states_a_token_leaves_no_layer_out(tmp_path: Path) -> None:
+    engine = opened(small_checkpoint(tmp_path / "altup", "gemma3n"), "int4", "bf16")
+    expected = said(engine, drawn(30, 20))
+    drafter = SkipDrafter(lambda: engine.runner, lambda: frozenset({"layers.0.attention"}))
+    assert not drafter.is_ready
+    engine.speculation = Speculation(engine.residency, None, [drafter], 4, FixedCount)
+    (heard,) = answers(engine, [drawn(30, 20)])
+    assert [Said.of(heard)] == expected and not stats(heard).accepted
+    engine.close()
+
+
 def test_a_hybrid_that_drafts_finds_again_what_it_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "why_left_out", lambda *_: "")  # one as large as its model would not pay
     folder = small_checkpoint(tmp_path / "hybrid", "qwen3_5")

@@ -201,9 +201,9 @@ class SkipDrafter(Drafter):
 
     @property
     def is_ready(self) -> bool:
-        """Not where the head is streamed, or no block stays."""
-        skipped = self._skipped()
-        return bool(skipped) and HEAD not in skipped and len(skipped) < len(self._runner().model.blocks)
+        """Not where the head is streamed, no block stays, or each layer needs the states that all before it carried."""
+        skipped, model = self._skipped(), self._runner().model
+        return bool(skipped) and HEAD not in skipped and len(skipped) < len(model.blocks) and model.config.altup is None
 
     def _slow_blocks(self) -> frozenset[str]:
         model = self._runner().model

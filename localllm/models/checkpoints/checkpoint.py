@@ -175,13 +175,14 @@ class Checkpoint:
 
     def _is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether an expert's matrix of this shape is stored with its columns first. Where it is as wide as high
-        nothing tells; it is taken to be stored as transformers has it then. Codes have rows first."""
+        only names tell: transformers has no ".weight" in its own, for which the family says how. Codes have rows
+        first."""
         stored, how = self.shape(name), self._form.transposes_experts
         is_matrix = self._stored[name].expert is not None and len(shape) == 2
         has_codes = isinstance(self._tensor(name), safetensors_folder.MatrixTensor)
         if not is_matrix or has_codes or how == "no" or stored != shape[::-1]:
             return False
-        return stored != shape or how == "all"
+        return stored != shape or (how == "all" and not self._stored[name].name.endswith(".weight"))
 
     def read_rows(self, parts: Mapping[str, int], features: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Read tensors one above the other, [sum of rows, *features], each straight into its rows.

@@ -89,7 +89,8 @@ def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
     if model_type is None:
         raise fields.refuse("model_type", "the name of the architecture")
     if model_type not in FAMILIES:
-        raise unsupported(source, f"a model of the architecture {show(model_type)}", ", ".join(FAMILIES))
+        known = ", ".join(sorted({*FAMILIES.values()}))
+        raise unsupported(source, f"a model of the architecture {show(model_type)}", known)
     family_name = FAMILIES[model_type]
     if model_type in _MULTIMODAL:
         family_name = FAMILIES.get(_text_type(fields), family_name)

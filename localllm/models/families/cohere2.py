@@ -13,7 +13,6 @@ from localllm.models.families.reading import (
     without_positions,
 )
 from localllm.models.fields import Fields
-from localllm.models.rope_fields import FULL
 
 DEFAULTS: dict[str, object] = {
     "vocab_size": 256000,
@@ -36,7 +35,7 @@ def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     has_bias, kinds = fields.flag("attention_bias"), pattern_kinds(fields)
     attentions = read_attentions(fields, kinds, has_bias=has_bias, has_output_bias=has_bias)
-    mixers = [without_positions(each) if kind == FULL else each for each, kind in zip(attentions, kinds, strict=True)]
+    mixers = [without_positions(each) if each.window is None else each for each in attentions]
     return read_model(
         fields,
         dense_layers(mixers, read_mlp(fields), "parallel"),

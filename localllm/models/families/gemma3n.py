@@ -19,6 +19,7 @@ from localllm.models.families.reading import (
     with_defaults,
 )
 from localllm.models.fields import Fields
+from localllm.models.rope_fields import gemma3_rope_sections
 
 DEFAULTS: dict[str, object] = {
     "vocab_size": 262400,
@@ -56,7 +57,14 @@ def parse(fields: Fields) -> ModelConfig:
         raise unsupported(fields.source, f"altup_active_idx {active}", "0")
     kinds, has_bias = pattern_kinds(fields), fields.flag("attention_bias")
     alike = read_attentions(
-        fields, kinds, scale=1.0, qk_norm="head", norms_values=True, has_bias=has_bias, has_output_bias=has_bias
+        fields,
+        kinds,
+        ropes=gemma3_rope_sections(fields),
+        scale=1.0,
+        qk_norm="head",
+        norms_values=True,
+        has_bias=has_bias,
+        has_output_bias=has_bias,
     )
     pairs = zip(sharing_keys(fields, alike, kinds), _mlps(fields), strict=True)
     return read_model(

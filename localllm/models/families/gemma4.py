@@ -49,6 +49,7 @@ DEFAULTS: dict[str, object] = {
     "hidden_size_per_layer_input": 256,
     "num_kv_shared_layers": 0,
 }
+UNIFIED_DEFAULTS = {"max_position_embeddings": 262144, "sliding_window": 1024}
 _MIXTURE_RENAMES = (
     *((f".mlp.{name}_proj.", f".mlp.shared_expert.{name}_proj.") for name in ("gate", "up", "down")),
     (".router.proj.", ".mlp.gate."),
@@ -57,7 +58,7 @@ _MIXTURE_RENAMES = (
 
 
 def parse(fields: Fields) -> ModelConfig:
-    fields = with_defaults(fields, DEFAULTS)
+    fields = with_defaults(fields, DEFAULTS | (UNIFIED_DEFAULTS if _is_unified(fields) else {}))
     if fields.optional_text("use_bidirectional_attention") == "all":
         raise unsupported(fields.source, "an encoder (use_bidirectional_attention)", "models that write text")
     kinds = pattern_kinds(fields)
@@ -80,9 +81,12 @@ def parse(fields: Fields) -> ModelConfig:
 def _attentions(fields: Fields, kinds: Sequence[str]) -> list[AttentionConfig]:
     """Return each layer's attention."""
     has_bias = fields.flag("attention_bias")
-    traits = {"scale": 1.0, "qk_norm": "head", "norms_values": True, "has_bias": has_bias, "has_output_bias": has_bias}
-    own = read_attentions(fields, kinds, **traits)  # type: ignore[arg-type]
-    wide = read_attentions(_of_full_layers(fields, kinds), kinds, **traits)  # type: ignore[arg-type]
+    own, wide = (
+        read_attentions(
+            each, kinds, scale=1.0, qk_norm="head", norms_values=True, has_bias=has_bias, has_output_bias=has_bias
+        )
+        for each in (fields, _of_full_layers(fields, kinds))
+    )
     takes_keys = fields.flag("attention_k_eq_v")
     layers = [
         replace(wide[layer], value_from_key=takes_keys) if kind == FULL else own[layer]
@@ -112,13 +116,16 @@ def _of_full_layers(fields: Fields, kinds: Sequence[str]) -> Fields:
         return replace(fields, raw={**fields.raw, **own.raw})
     raw = {**fields.raw, "head_dim": fields.get("global_head_dim")}
     heads = fields.optional_integer("num_global_key_value_heads", 1, MAX_HEADS)
-    # The 12B's files have no other key for it, the others only mean it where values are keys.
-    is_meant = fields.flag("attention_k_eq_v") or "attention_k_eq_v" not in fields.raw
+    is_meant = fields.flag("attention_k_eq_v") or _is_unified(fields)  # whose files have no other key for it
     return replace(fields, raw=raw | ({"num_key_value_heads": heads} if heads and is_meant else {}))
 
 
+def _is_unified(fields: Fields) -> bool:
+    return str(fields.get("model_type")).startswith("gemma4_unified")
+
+
 def read_per_layer(fields: Fields) -> PerLayerConfig | None:
-    if str(fields.get("model_type")).startswith("gemma4_unified"):
+    if _is_unified(fields):
         return None
     features = fields.optional_integer("hidden_size_per_layer_input", 0, 1 << 16)
     if not features:

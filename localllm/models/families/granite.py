@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense: Llama with four multipliers."""
+"""Granite 3, dense: Llama with four multipliers."""
 
 from __future__ import annotations
 

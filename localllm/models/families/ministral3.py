@@ -8,6 +8,7 @@ from localllm.models.families.reading import with_defaults
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
+    **mistral.DEFAULTS,
     "vocab_size": 131072,
     "num_hidden_layers": 34,
     "head_dim": 128,

@@ -8,6 +8,7 @@ from localllm.models.families.reading import with_defaults
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
+    **qwen2.DEFAULTS,
     "vocab_size": 152064,
     "hidden_size": 8192,
     "intermediate_size": 29568,

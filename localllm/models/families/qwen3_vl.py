@@ -8,6 +8,7 @@ from localllm.models.families.reading import with_defaults
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
+    **qwen3.DEFAULTS,
     "num_key_value_heads": 32,
     "head_dim": 128,
     "max_position_embeddings": 128000,

@@ -381,5 +381,5 @@ def _dtype(fields: Fields) -> StoredDtype | None:
 
 def unsupported(source: str, what: str, known: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{source}: {what} cannot run here", why=f"supported: {known}", fix="choose another model: localllm list"
+        f"{source}: {what} cannot run here", why=f"supported: {known}", fix="choose another model: localllm list --all"
     )

@@ -81,6 +81,7 @@ class ModelShape:
     cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
     state_layers: int = 0  # that keep a state in place of keys and values
     is_tied: bool = False  # the embedding is the head's matrix
+    can_skip: bool = True  # a draft may leave blocks out
     can_split: bool = False  # an MLP block, between a device and the host
     can_slot: bool = False  # experts in the host's memory, some of them also in slots of a device's
     packing: Packing | None = None

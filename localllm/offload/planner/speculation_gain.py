@@ -54,7 +54,7 @@ def slow(plan: Plan) -> frozenset[str]:
 def skipped(plan: Plan) -> frozenset[str]:
     """Return what is left out while drafting: all that is slow; nothing where the head is, or no block would stay."""
     left_out = slow(plan)
-    is_possible = plan.blocks[-1].name not in left_out and len(left_out) < len(plan.blocks) - 2
+    is_possible = plan.blocks[-1].name not in left_out and len(left_out) < len(plan.blocks) - 2 and plan.shape.can_skip
     return left_out if is_possible else frozenset()
 
 
