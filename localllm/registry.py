@@ -84,8 +84,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "internlm3": "internlm3",
         "stablelm": "stablelm",
         "starcoder2": "starcoder2",
-        "phi4mm": "phi3",
-        "phi4_multimodal": "phi3",
+        "phi4mm": "phi4_multimodal",
+        "phi4_multimodal": "phi4_multimodal",
         "nemotron": "nemotron",
     }
 )
@@ -111,6 +111,9 @@ _ENTRY_KEYS: Mapping[str, Accepts] = {
 _SEGMENT = r"\w(?:[\w.-]{0,94}\w)?"
 REPO_ID = re.compile(rf"(?!.*(?:--|\.\.)){_SEGMENT}/{_SEGMENT}", re.ASCII)
 REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock\b))\w(?:[\w./-]{0,198}[\w-])?", re.ASCII)
+
+# "7b" of "mistral-7b", "135m" of "smollm2:135m", "8" of "qwen3-8".
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z]{2})|(?<=[-:])(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -152,16 +155,28 @@ class Registry:
         return next((entry for entry in self.entries if entry.repo and entry.repo.casefold() == repo.casefold()), None)
 
     def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
-        """Names that `name` may have been meant for, best first, of two as good the smaller; empty where none is."""
-        spelled = {key.casefold(): entry.name for entry in self.entries for key in (entry.name, *entry.aliases)}
-        likeness = difflib.SequenceMatcher(b=name.rsplit("/", 1)[-1].casefold())
-        ratios: dict[str, float] = {}
-        for key, entry_name in spelled.items():
-            likeness.set_seq1(key)
-            ratios[entry_name] = max(ratios.get(entry_name, 0.0), likeness.ratio())
-        sizes = {entry.name: entry.parameters or math.inf for entry in self.entries}
-        likely = [entry_name for entry_name, ratio in ratios.items() if ratio >= 0.6]
-        return tuple(sorted(likely, key=lambda entry_name: (-ratios[entry_name], sizes[entry_name])))[:count]
+        """Names that `name` may have been meant for; empty where none is. The best first: of the likest family, then of
+        the nearest size, or the smallest where `name` has none."""
+        family, size = _family_and_size(name.rsplit("/", 1)[-1])
+        likeness = difflib.SequenceMatcher(b=family)
+        ranks: dict[str, tuple[float, float]] = {}
+        for entry in self.entries:
+            ratios = []
+            for key in (entry.name, *entry.aliases):
+                likeness.set_seq1(_family_and_size(key)[0])
+                ratios.append(likeness.ratio())
+            billions = entry.parameters or math.inf
+            if max(ratios) >= 0.6:
+                ranks[entry.name] = -max(ratios), billions if size is None else abs(math.log(billions / size))
+        return tuple(sorted(ranks, key=ranks.__getitem__))[:count]
+
+
+def _family_and_size(name: str) -> tuple[str, float | None]:
+    """Return what stands before the size in a model's name, without dashes, and the size in billions, if it has one."""
+    found = _SIZE.search(name.casefold())
+    family = name.casefold()[: found.start() if found else None]
+    size = float(found[1] or found[3]) / (1000 if found[2] == "m" else 1) if found else 0.0
+    return re.sub(r"[-_:]", "", family), size or None
 
 
 def shipped_registry() -> Path:

@@ -254,7 +254,15 @@ def test_a_checkpoint_with_a_senseless_value_is_named(value):
     assert "--temperature" in caught.value.fix
 
 
-def test_of_names_as_near_the_smaller_model_is_named_first() -> None:
-    registry = load_registry(Path("/nowhere/models.toml"))
-    assert registry.nearest("llama3")[0] == "llama-3.2-3b"
-    assert registry.nearest("qwen2.5:7b")[0] == "qwen2.5-7b"
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("llama3", "llama-3.2-1b"),  # the smallest
+        ("qwen2.5:7b", "qwen2.5-7b"),
+        ("qwen2.5:14b", "qwen2.5-7b"),
+        ("gemma3:270m", "gemma-3-1b"),
+        ("devstral", "devstral-small-2-24b"),
+    ],
+)
+def test_of_a_family_the_model_of_the_nearest_size_is_named_first(name: str, nearest: str) -> None:
+    assert load_registry(Path("/nowhere/models.toml")).nearest(name)[0] == nearest
