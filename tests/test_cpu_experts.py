@@ -33,7 +33,6 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
 from localllm.kernels.sizes import Glu, Weights, most_blocks
-from localllm.layers.mlp import ACTIVATIONS
 from localllm.quant.layouts import TABLES
 
 HOST_ISAS = cpu_isa.host_isas()
@@ -315,12 +314,6 @@ def test_a_row_of_a_block_is_its_token_times_its_experts_matrix_to_the_bit(isa, 
             torch.testing.assert_close(room.y[at], y, rtol=0, atol=5e-3 * float(y.abs().max()))
 
 
-def gated(glu: Glu, gate: Tensor, up: Tensor) -> Tensor:
-    if glu.limit is not None:
-        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
-    return ACTIVATIONS[glu.activation](gate) * (up + glu.up_offset)
-
-
 def expected_mixture(experts: Experts, source: Tensor, shared: Tensor | None = None) -> Tensor:
     """Dense torch: every expert over every token, weighted."""
     mixture = experts.mixture
@@ -333,8 +326,8 @@ def expected_mixture(experts: Experts, source: Tensor, shared: Tensor | None = N
     scale = torch.zeros(len(source), mixture.router.num_experts).scatter_(1, chosen, weights)
     total = torch.zeros_like(source)
     for expert, (dense, biases) in enumerate(zip(experts.dense, experts.biases, strict=True)):
-        gate, up = (as_int8(normed, mixture.gate_up.group) @ dense[0].T + biases[0]).chunk(2, dim=-1)
-        y = as_int8(gated(mixture.glu, gate, up), mixture.down.group) @ dense[1].T + biases[1]
+        wide = as_int8(normed, mixture.gate_up.group) @ dense[0].T + biases[0]
+        y = as_int8(reference.gated(wide, mixture.glu), mixture.down.group) @ dense[1].T + biases[1]
         total += scale[:, expert, None] * y
     if shared is not None:
         total += shared * logits[:, -1:].sigmoid()

@@ -38,7 +38,7 @@ def wrong(x, SIZE: tl.constexpr, OVERLAPS: tl.constexpr):
     tl.store(x + tl.arange(0, SIZE), 0.0)
 
 driver.set_active(Driver())
-sizes = replace(check_cases.SMALL, groups=(), attention=(), activations=("silu",))
+sizes = replace(check_cases.SMALL, groups=(), attention=(), glus=(check_cases.GLUS[0],))
 launches, cases = launches_of(torch.device("cpu"), sizes)
 told = []
 launches.append(KernelLaunch(wrong, (1,), {"x": torch.empty(4)}, {"SIZE": 3}))

@@ -44,7 +44,7 @@ from localllm.kernels.gpu.attention import (
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
-from localllm.kernels.gpu.check_cases import CODED, DELTAS, FP4, GROUPS, INT8, ROUTERS, weights_of
+from localllm.kernels.gpu.check_cases import CODED, DELTAS, FP4, GLUS, GROUPS, INT8, ROUTERS, weights_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
@@ -56,7 +56,7 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Weights
+from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Glu, Weights
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -120,7 +120,7 @@ def products(
         codes, y = Codes.of(count, packed), _empty((count, _N))
         for adds in adding:
             yield from dispatch.product(codes, packed, y, _N, None, adds=adds)
-        gate = Gate(Codes.of(count, packed), "silu", _N // 2)
+        gate = Gate(Codes.of(count, packed), GLUS[0], _N // 2)
         yield from dispatch.product(codes, packed, gate, _N, None, adds=False)
 
 
@@ -143,25 +143,26 @@ def experts(
     """Yield the experts of so many tokens, for each so many of all of them, of such matrices."""
     packed, dispatch = matrix(weights), dispatch or Dispatch(multiprocessors=64)
     for tokens, top_k, of in sizes:
-        place = RecordMatrix(packed, 0, 0)
-        table = ExpertTable(_empty((of,), torch.int64), place, place, "silu", _N // 2)
+        is_other = of == 8  # experts with biases and another gate
+        place = RecordMatrix(packed, 0, 0, linear_bias=0 if is_other else None)
+        table = ExpertTable(_empty((of,), torch.int64), place, place, GLUS[is_other], _N // 2)
         routes = Routes.empty(tokens, RouterConfig("softmax", of, top_k), _HOST)
         yield from mixture(dispatch, Codes.of(tokens, packed), routes, table, _empty((tokens, _N)), adds=True)
         inner, parts = Inner.empty(dispatch, routes, table), _empty((tokens * top_k, _N))
         yield from mixed(dispatch, inner, routes, table, _empty((tokens, _N)), adds=True, elsewhere=parts)
 
 
-def rows_between(group: int = INT8_GROUP, activation: str = "silu") -> Iterator[KernelLaunch]:
+def rows_between(group: int = INT8_GROUP, glu: Glu = GLUS[0]) -> Iterator[KernelLaunch]:
     """Yield the launches between the matrices of a model in such groups."""
     x, weight = _empty((2, 2 * _HIDDEN)), _empty((_HIDDEN,))
     floats = _empty((2, _HIDDEN), torch.bfloat16)
     for codes in (Codes.empty(2, _HIDDEN, group, _HOST, bits) for bits in (8, 4)):
         yield activations.to_codes(x, codes, _HIDDEN)
         yield activations.to_codes(x, codes, _HIDDEN, weight=weight, eps=1e-5)
-        yield activations.to_codes(x, codes, _HIDDEN, activation=activation)
+        yield activations.to_codes(x, codes, _HIDDEN, glu=glu)
     yield activations.to_floats(x, floats, _HIDDEN)
     yield activations.to_floats(x, floats, _HIDDEN, weight=weight, eps=1e-5)
-    yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, activation=activation)
+    yield activations.to_floats(x.bfloat16(), floats, _HIDDEN, glu=glu)
 
 
 def embedded(weights: Weights) -> KernelLaunch:
@@ -192,13 +193,14 @@ def attention(
         q = _empty((rows, H, D))
         outs: list[Tensor | Codes] = [_empty((rows, H * D)), *codes_of_heads(rows, H, D, groups)]
         gate = _empty((rows, H * D)) if heads.has_gate else None
+        sinks = _empty((H,)) if heads.has_sinks else None
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
-        yield rope.rope_store(
-            qkv, q, tables, Rope(_empty((1, int(D * heads.rotary) // 2)), 1.0, *norms), dense, coded, 3
-        )
+        turning = Rope(_empty((1, int(D * heads.rotary) // 2)), 1.0, *norms)
+        turning = replace(turning, growth=0.1) if heads.has_growth else turning
+        yield rope.rope_store(qkv, q, tables, turning, dense, coded, 3)
         parts, block = new_parts(sections, rows, H, D, _HOST), block_rows(H // KH, is_prefill=sections == 1)
-        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap, "gate": gate}
+        options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap, "gate": gate, "sinks": sinks}
         for out in outs:
             yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=min(block, most_rows))
 
@@ -228,8 +230,8 @@ def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], Non
 
 
 OTHER_HEADS = (
-    Heads(head_dim=64),
-    Heads(head_dim=96),
+    Heads(head_dim=64, window=128, has_sinks=True),
+    Heads(head_dim=96, has_growth=True),
     Heads("dense", "dense", head_dim=80),
     Heads("dense", "dense", 64, dtype=torch.float32),
     Heads("int8", "int4", heads=8),
@@ -250,7 +252,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     yield from routers(ROUTERS[:1] if is_brief else ROUTERS, (1, 16))
     for group in GROUPS[:1] if is_brief else (16, *GROUPS):
         yield from rows_between(group)
-    yield from rows_between(activation="gelu_tanh")
+    for glu in GLUS[1:2] if is_brief else GLUS[1:]:
+        yield from rows_between(glu=glu)
     yield from tokens()
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)
@@ -270,7 +273,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
     yield from routers(ROUTERS[:1] if is_brief else ROUTERS)
     for group in GROUPS[:1] if is_brief else (16, *GROUPS):
         yield from rows_between(group)
-    yield from rows_between(activation="gelu_tanh")
+    for glu in GLUS[1:2] if is_brief else GLUS[1:]:
+        yield from rows_between(glu=glu)
     yield from tokens()
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)

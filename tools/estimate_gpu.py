@@ -27,7 +27,7 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import INT8_GROUP, TILE
+from localllm.kernels.sizes import INT8_GROUP, TILE, Glu
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, GROUP = 4096, 14336, 32, 8, 128, 32, 128256, 64
 DEPTH, CHUNK = 512, 512
@@ -94,7 +94,7 @@ def _product(
     )
     y: Tensor | Gate = _empty(rows, N)
     if gated:
-        y = Gate(Codes.empty(rows, N // 2, GROUP, _META), "silu", N // 2)
+        y = Gate(Codes.empty(rows, N // 2, GROUP, _META), Glu("silu"), N // 2)
     for launch in dispatch.product(x, matrix, y, N, None, adds=adds):
         if launch.name == "_parts_added":
             yield Work(launch, times, matrix.slices * rows * N * 4)

@@ -14,7 +14,7 @@ from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks
 from localllm.kernels.sizes import Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
-from localllm.models.capabilities import is_packed
+from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_packed, is_plain
 from localllm.quant.recipe import Recipe
 from localllm.repairs import install_compiler, install_python_headers
 
@@ -57,15 +57,20 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
             "softcap": 5.0 if each.softcap is not None else None,
             "has_norms": each.qk_norm == "head",
             "has_gate": each.has_output_gate,
+            "has_sinks": each.has_sinks,
+            "has_growth": each.growth is not None,
             "rotary": each.rotary_dim / each.head_dim,
             "dtype": str(dtype).removeprefix("torch."),
         }
         for each in _kinds(config)
     ]
     groups = [_way(weights) for weights in sorted(forms, key=lambda weights: (weights.group or 0, weights.name))]
-    ways = Ways(groups=groups, attention=attention, activation=config.mlps[0].activation)
-    if config.mixtures and is_packed(recipe):
-        ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in config.mixtures)]
+    glus = dict.fromkeys(mlp.glu for mlp in config.mlps if mlp.is_plain)
+    ways = Ways(groups=groups, attention=attention, glus=[asdict(glu) for glu in glus])
+    mixtures = [each for each in config.mixtures if is_for_gpu(each)]
+    if mixtures and is_packed(recipe):
+        ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in mixtures)]
+        ways["expert_biases"] = list(dict.fromkeys(each.expert.has_bias for each in mixtures))
     if config.delta_shape is not None and config.delta_shape.fills_vectors:
         ways["deltas"] = [asdict(config.delta_shape)]
     return CheckScope.of(ways)
@@ -79,11 +84,14 @@ def _way(weights: Weights) -> int | dict[str, Any] | None:
 
 
 def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
-    """Return one attention of each kind that the kernels tell apart, those without a window first."""
-    kinds = {_kind(each): each for each in reversed(config.attentions)}
+    """Return one attention of each kind that the kernels tell apart, those without a window first. Torch's operators
+    compute what the kernels do not know."""
+    known = filter(is_plain, config.attentions) if has_one_head_shape(config) else ()
+    kinds = {_kind(each): each for each in reversed([*known])}
     return [kinds[kind] for kind in sorted(kinds, key=lambda kind: kind[0])]
 
 
 def _kind(each: AttentionConfig) -> tuple[Any, ...]:
     heads = each.kv_shape, each.num_heads, each.rotary_dim
-    return each.window is not None, *heads, each.softcap, each.qk_norm, each.has_output_gate
+    ends = each.softcap, each.qk_norm, each.has_output_gate, each.has_sinks, each.growth is not None
+    return each.window is not None, *heads, *ends

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8, tile16
 from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import Glu
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K], weight [N, K], bias [N] -> [T, N], computed in fp64, returned in x's dtype."""
     y = x.double() @ weight.double().T
     return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu2": _relu2,
+}
+
+
+def gated(wide: Tensor, glu: Glu) -> Tensor:
+    """wide [T, 2 N], the gate and then what goes up, or [T, N] without a gate -> [T, N]."""
+    if not glu.has_gate:
+        return ACTIVATIONS[glu.activation](wide)
+    gate, up = wide.chunk(2, dim=-1)
+    if glu.limit is not None:
+        gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
+    return ACTIVATIONS[glu.activation](gate) * (up + glu.up_offset)
 
 
 def visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

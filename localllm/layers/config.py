@@ -156,9 +156,8 @@ class MLPConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether all native programs know what it computes between its matrices."""
-        is_usual = self.glu == Glu(self.activation) and not self.sparsity
-        return is_usual and self.activation in ("silu", "gelu_tanh", "gelu")
+        """Return whether native programs know what it computes between its matrices, as `glu` says it."""
+        return self.activation != "xielu" and not self.sparsity
 
     @property
     def wide_features(self) -> int:

@@ -21,6 +21,7 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, logits_of
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import Glu
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -55,19 +56,19 @@ def multiply(
     dtype: torch.dtype,
     *,
     norm: RMSNorm | None = None,
-    activation: str = "",
+    glu: Glu | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K], through the norm, or x [M, 2 K], gated, or codes for the matrix, times the matrix: [M, N], fp32 where
-    it is packed, else `dtype`. into fp32 [M, N]: is added to, and returned."""
+    """x [M, K], through the norm, or what a first matrix made, gated, or codes for the matrix, times the matrix:
+    [M, N], fp32 where it is packed, else `dtype`. into fp32 [M, N]: is added to, and returned."""
     parts = linear.packed_parts
     if len(parts) > 1:
         assert isinstance(x, Tensor) and into is None, "only the first matrix of a block has several parts"
         return _multiply_parts(linear, parts, x, norm)
     if linear.packed is None:
         assert isinstance(x, Tensor)
-        return _multiply_floats(linear, x, dtype, norm, activation, into)
-    codes = x if isinstance(x, Codes) else _coded(x, linear.packed, linear.in_features, norm, activation)
+        return _multiply_floats(linear, x, dtype, norm, glu, into)
+    codes = x if isinstance(x, Codes) else _coded(x, linear.packed, linear.in_features, norm, glu)
     y = torch.empty((len(codes.q), linear.out_features), device=codes.q.device) if into is None else into
     product.multiply(codes, linear.packed, y, linear.out_features, linear.bias, adds=into is not None)
     return y
@@ -89,36 +90,38 @@ def _multiply_parts(linear: Linear, parts: list[PackedMatrix], x: Tensor, norm: 
     return y
 
 
-def _coded(x: Tensor, matrix: PackedMatrix, features: int, norm: RMSNorm | None = None, activation: str = "") -> Codes:
+def _coded(
+    x: Tensor, matrix: PackedMatrix, features: int, norm: RMSNorm | None = None, glu: Glu | None = None
+) -> Codes:
     """Return the codes for this matrix. features: of x, those of the matrix without its padding."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     codes = Codes.of(len(x), matrix)
-    activations.to_codes(x, codes, features, weight=weight, eps=eps, activation=activation).run()
+    activations.to_codes(x, codes, features, weight=weight, eps=eps, glu=glu).run()
     return codes
 
 
 def _multiply_floats(
-    linear: Linear, x: Tensor, dtype: torch.dtype, norm: RMSNorm | None, activation: str, into: Tensor | None
+    linear: Linear, x: Tensor, dtype: torch.dtype, norm: RMSNorm | None, glu: Glu | None, into: Tensor | None
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     rows, features = len(x), linear.in_features
     # The library sums in another order for other numbers of rows: with one number for all, a row's bits stay.
     padded = max(rows, product.FEW_ROWS)
     floats = (torch.zeros if padded > rows else torch.empty)((padded, features), dtype=dtype, device=x.device)
-    activations.to_floats(x, floats[:rows], features, weight=weight, eps=eps, activation=activation).run()
+    activations.to_floats(x, floats[:rows], features, weight=weight, eps=eps, glu=glu).run()
     y = linear.format.linear(floats, linear.tensors, linear.out_features, linear.bias)[:rows]
     return y if into is None else into.add_(y)
 
 
 def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
-    """Return the input of the second matrix, where the first one's product can end in it: both are packed, and the gate
-    ends with a tile."""
+    """Return the input of the second matrix, where the first one's product can end in it: both are packed, and there is
+    a gate, which ends with a tile."""
     wide, down = body.gate_up_proj, body.down_proj
-    if wide.packed is None or down.packed is None or down.in_features % TILE:
+    if wide.packed is None or down.packed is None or down.in_features % TILE or not body.config.has_gate:
         return None
     x = x if isinstance(x, Codes) else _coded(x, wide.packed, wide.in_features, norm)
     codes = Codes.of(len(x.q), down.packed)
-    gate = Gate(codes, body.config.activation, down.in_features)
+    gate = Gate(codes, body.config.glu, down.in_features)
     product.multiply(x, wide.packed, gate, wide.out_features, wide.bias, adds=False)
     return codes
 
@@ -131,7 +134,7 @@ def run_mlp(
     if codes is not None:
         return multiply(body.down_proj, codes, dtype, into=into)
     wide = multiply(body.gate_up_proj, x, dtype, norm=norm)
-    return multiply(body.down_proj, wide, dtype, activation=body.config.activation, into=into)
+    return multiply(body.down_proj, wide, dtype, glu=body.config.glu, into=into)
 
 
 def run_block(
@@ -194,6 +197,8 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         eps=0.0 if q_norm is None else q_norm.eps,
+        growth=None if config.growth is None else config.growth.beta,
+        growth_length=1 if config.growth is None else config.growth.length,
     )
     q, mixed = torch.empty((M, H, D), device=qkv.device), _before(body.o_proj, M, H, D)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
@@ -210,6 +215,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         window=config.window,
         softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
+        sinks=body.sinks,
         gate=gate if config.has_output_gate else None,
     )
     run_all(launches)

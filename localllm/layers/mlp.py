@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from localllm.kernels.reference import ACTIVATIONS
 from localllm.layers.batch import Batch, moved
 from localllm.layers.config import MLPConfig
 from localllm.layers.linear import Linear
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _relu2(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "quick_gelu": _quick_gelu,
-    "relu2": _relu2,
-}
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from localllm.kernels.reference import ACTIVATIONS
 from localllm.layers.batch import Batch, moved
 from localllm.layers.linear import Linear
-from localllm.layers.mlp import ACTIVATIONS
 from localllm.layers.norm import Norm, RMSNorm
 
 ROWS, INPUTS = "per-layer rows", "per-layer inputs"  # that a batch carries

@@ -30,8 +30,9 @@ def fills_vectors(config: ModelConfig, dtype: str) -> bool:
 
 def is_plain(attention: AttentionConfig) -> bool:
     """Return whether all native programs know what such attention computes."""
-    is_known = not (attention.rotates_first or attention.has_sinks or attention.growth or attention.norms_values)
-    return _is_plain_on_cpu(attention) and is_known and attention.kv_of_layer is None and not attention.value_from_key
+    has_own_keys = attention.kv_of_layer is None and not attention.value_from_key
+    is_usual = not (attention.rotates_first or attention.norms_values)
+    return _is_plain_on_cpu(attention) and has_own_keys and is_usual
 
 
 def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
@@ -51,9 +52,8 @@ def has_plain_steps(config: ModelConfig) -> bool:
     return (
         all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
         and all(map(_is_plain_on_cpu, config.attentions))
-        and all(mlp.activation != "xielu" for mlp in config.mlps)
+        and all(mlp.is_plain for mlp in config.mlps)
         and all(layer.norm_placement != "parallel" for layer in config.layers)
-        and all(not mlp.sparsity for mlp in config.mlps)
         and config.altup is None
         and config.norm_kind == "rms"
         and not config.has_head_bias
@@ -86,14 +86,17 @@ def _mixture_row_floats(mixture: MoEConfig, hidden_size: int) -> int:
     return 3 * mixture.router.top_k * (wide + hidden_size + max(wide, hidden_size) // 2) + mixture.router.num_experts
 
 
+def is_for_gpu(mixture: MoEConfig) -> bool:
+    """Return whether a GPU's kernels know what such a mixture computes: experts with gates that fill whole tiles."""
+    expert = mixture.expert
+    is_gated = expert.is_plain and expert.has_gate and expert.intermediate_size % TILE == 0
+    return is_gated and mixture.router.top_k <= MOST_SLOTS and not mixture.has_own_norms
+
+
 def can_have_slots(config: ModelConfig, recipe: Sizes) -> bool:
     """Return whether a GPU's kernels compute all of the model's mixtures, with those experts that are in slots."""
-    experts = [mixture.expert for mixture in config.mixtures]
-    is_odd = any(each.has_router_bias or each.expert.has_bias or each.has_own_norms for each in config.mixtures)
     fits_tables = config.norm_kind == "rms" and has_one_head_shape(config)
-    is_launched = all(mixture.router.top_k <= MOST_SLOTS for mixture in config.mixtures)
-    fills_tiles = all(expert.intermediate_size % TILE == 0 and expert.is_plain for expert in experts)
-    return bool(experts) and is_packed(recipe) and fits_tables and is_launched and fills_tiles and not is_odd
+    return bool(config.mixtures) and all(map(is_for_gpu, config.mixtures)) and is_packed(recipe) and fits_tables
 
 
 def can_be_split(config: ModelConfig, recipe: Sizes) -> bool:

@@ -18,11 +18,11 @@ from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.packed_matrix import packed_matrix
-from localllm.kernels.sizes import MOST_SLOTS, Weights
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.sizes import Weights
 from localllm.layers.gpu_block import GpuForward, run_mlp
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm
+from localllm.models.capabilities import is_for_gpu
 from localllm.models.expert_records import ExpertRecords, RecordForm, SlottedExperts
 from localllm.models.layout import Matrix
 
@@ -33,16 +33,12 @@ class AddExperts(Protocol):
 
 
 def is_for_kernels(body: MoE) -> bool:
-    """Return whether the kernels compute it: experts in packed records in memory, no biases, gates that fill whole
-    tiles."""
+    """Return whether the kernels compute it: experts in packed records in memory, which they know."""
     if not isinstance(body.experts, ExpertRecords | SlottedExperts):
         return False
     form = body.experts.form
     weights = [matrix.format(form.recipe).weights for matrix in form.matrices]
-    is_packed = None not in weights and _shares_codes(body, weights[0])
-    is_launched = body.config.router.top_k <= MOST_SLOTS and form.config.intermediate_size % TILE == 0
-    is_plain = form.config.is_plain and not form.config.has_bias and not body.config.has_router_bias
-    return is_packed and is_launched and is_plain and body.norms is None
+    return None not in weights and _shares_codes(body, weights[0]) and is_for_gpu(body.config)
 
 
 def _shares_codes(body: MoE, weights: Weights | None) -> bool:
@@ -58,7 +54,7 @@ def table_of(body: MoE) -> ExpertTable:
     assert isinstance(body.experts, ExpertRecords | SlottedExperts)
     form = body.experts.form
     gate_up, down = (_record_matrix(matrix, form) for matrix in form.matrices)
-    return ExpertTable(body.experts.table, gate_up, down, form.config.activation, form.config.intermediate_size)
+    return ExpertTable(body.experts.table, gate_up, down, form.config.glu, form.config.intermediate_size)
 
 
 def run_mixture(
@@ -88,6 +84,7 @@ def routed(body: MoE, norm: RMSNorm | None, x: Tensor, forward: GpuForward, rout
     """Choose the experts of each row, and make its codes."""
     parts = RouterWeights(
         body.router.tensors["weight"],
+        body.router.bias,
         correction=body.correction,
         norm=None if norm is None else norm.weight,
         eps=0.0 if norm is None else norm.eps,
@@ -125,6 +122,6 @@ def _record_matrix(matrix: Matrix, form: RecordForm) -> RecordMatrix:
     specs, weights = weight_format.specs(matrix.out_features, matrix.in_features), weight_format.weights
     assert weights is not None, "`is_for_kernels` said so"
     tensors = {name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta") for name, spec in specs.items()}
-    return RecordMatrix(
-        packed_matrix(tensors, weights.table), **{name: begins[f"{matrix.name}.{name}"] for name in specs}
-    )
+    names = [*specs, "linear_bias"] if matrix.has_bias else specs
+    places = {name: begins[f"{matrix.name}.{name}"] for name in names}
+    return RecordMatrix(packed_matrix(tensors, weights.table), **places)

@@ -74,7 +74,7 @@ def _kind(block: Block) -> Hashable:
     if isinstance(body, Attention):
         own = (body.config, body.rotation, body.q_norm is None)
     elif isinstance(body, MLP):
-        own = body.config.activation
+        own = body.config.glu
     elif isinstance(body, MoE) and isinstance(body.experts, ExpertRecords | SlottedExperts):
         own = (type(body.experts), body.config, body.router.in_features, _record_formats(body.experts.form))
     return (own, norms, tuple(linears))

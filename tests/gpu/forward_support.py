@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages
 from localllm.cache.pages import HOST
-from localllm.kernels import kv_page
+from localllm.kernels import kv_page, reference
 from localllm.kernels.gpu.attention import AttentionHistory, tasks_of
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
@@ -123,8 +123,8 @@ class Forward:
         kept = slice(first - begin, slot + 1 - begin)
         return torch.cat(keys, 1)[:, kept], torch.cat(values, 1)[:, kept]
 
-    def expected(self, q: Tensor, *, scale: float, softcap: float | None = None) -> Tensor:
-        """q [M, H, D], turned as the pages are. Returns fp64 [M, H * D], zeros for padding."""
+    def expected(self, q: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+        """q [M, H, D], turned as the pages are. sinks [H]. Returns fp64 [M, H * D], zeros for padding."""
         M, H, D = q.shape
         mixed = torch.zeros(M, H, D, dtype=torch.float64)
         for row, (segment, slot) in enumerate(self.rows):
@@ -133,7 +133,8 @@ class Forward:
             scores = grouped @ keys.mT * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            mixed[row] = (scores.softmax(-1) @ values).view(H, D)
+            shares = reference.softmax(scores.unsqueeze(2), sinks).squeeze(2)  # [KH, G, slots]
+            mixed[row] = (shares @ values).view(H, D)
         if self.layouts[1] is not None:
             mixed = kv_page.rotated(mixed).double()
         return mixed.view(M, H * D)

@@ -42,6 +42,7 @@ def run(
     *,
     scale: float = 0.2,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     sections: int | None = None,
     rows: int | None = None,
     empty_tasks: int = 0,
@@ -58,7 +59,7 @@ def run(
     history = forward.history(rows // (H // forward.KH), empty_tasks=empty_tasks)
     launches = attend(
         q, out, forward.tokens(), history, parts, *forward.layouts, LAYER,
-        scale=scale, window=forward.window, softcap=softcap, rows=rows,
+        scale=scale, window=forward.window, softcap=softcap, sinks=sinks, rows=rows,
     )  # fmt: skip
     run_all(launches)
     return out
@@ -74,7 +75,7 @@ def prepared(forward: Forward, H: int) -> Tensor:
 
 def check(forward: Forward, H: int, **options: object) -> None:
     q = prepared(forward, H)
-    numbers = {name: options[name] for name in options if name == "softcap"}
+    numbers = {name: options[name] for name in options if name in ("softcap", "sinks")}
     mixed = run(forward, q, **options)  # type: ignore[arg-type]
     expected = forward.expected(q, scale=0.2, **numbers)  # type: ignore[arg-type]
     real = len(forward.rows)
@@ -120,6 +121,18 @@ def test_a_softcap_bounds_the_scores(kv_format):
     check(Forward(kv_format, KH=1, D=64, pasts=[150], counts=[2]), H=4, softcap=1.5)
 
 
+# Beside scores of every size: one that no key weighs anything against, and one that weighs nothing.
+SINKS = torch.tensor([0.5, 30.0, -30.0, 2.0])
+
+
+@pytest.mark.parametrize(("kv_format", "sizes"), in_turn({}, {"sections": 1, "rows": PREFILL_ROWS}))
+def test_a_sink_takes_its_share_of_each_head(kv_format, sizes):
+    """Of a history with a window and one that is all seen, over pages and within one."""
+    for window, pasts in ((100, [318, 20]), (None, [130, 0])):
+        forward = Forward(kv_format, KH=2, D=32, pasts=pasts, counts=[2, 1], window=window, padding=1)
+        check(forward, H=4, sinks=SINKS, **sizes)
+
+
 @pytest.mark.parametrize("kv_format", BOTH_KINDS)
 @pytest.mark.parametrize(
     ("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 90)], ids=["in small blocks", "at once"]
@@ -148,15 +161,19 @@ def alone(many: Forward, q: Tensor, row: int) -> tuple[Forward, Tensor]:
 
 
 @pytest.mark.parametrize("kv_format", EVERY_FORMAT)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 1.5)], ids=["all", "a capped window"])
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(None, None, None), (100, 1.5, SINKS), (None, None, SINKS)],
+    ids=["all", "a capped window with sinks", "all with sinks"],
+)
 @pytest.mark.usefixtures("products_row_by_row")
-def test_a_prompts_row_has_the_bits_of_a_step(kv_format, window, softcap):
+def test_a_prompts_row_has_the_bits_of_a_step(kv_format, window, softcap, sinks):
     """One program for all pages of many rows, and one for each page of a few."""
     forward = Forward(kv_format, KH=1, D=64, pasts=[190, 0], counts=[30, 5], window=window)
-    q = prepared(forward, H=4)
-    together = run(forward, q, softcap=softcap, sections=1, rows=PREFILL_ROWS)
+    q, options = prepared(forward, H=4), {"softcap": softcap, "sinks": sinks}
+    together = run(forward, q, **options, sections=1, rows=PREFILL_ROWS)
     for first in (0, 1, 2, 29, 33):
-        assert torch.equal(run(*alone(forward, q, first), softcap=softcap), together[first : first + 1])
+        assert torch.equal(run(*alone(forward, q, first), **options), together[first : first + 1])
 
 
 @pytest.mark.parametrize("group", [32, 64])

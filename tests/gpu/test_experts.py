@@ -16,7 +16,7 @@ from localllm.kernels import reference
 from localllm.kernels.gpu import check_cases
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check import BRIEF, sizes_of
-from localllm.kernels.gpu.check_cases import CODED, FP4, INT8
+from localllm.kernels.gpu.check_cases import CODED, FP4, GLUS, INT8
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.expert_rows import NOBODY, ExpertRows, group_rows
 from localllm.kernels.gpu.experts import Inner, gates, is_few, mixed, mixture
@@ -27,11 +27,11 @@ from localllm.kernels.gpu.ready import Ways
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, Weights, most_blocks
+from localllm.kernels.sizes import CENTRED, Glu, Weights, most_blocks
 from tests.gpu.test_products import exact_product, matrix_of
 from tests.thinning import every_other
 
-CPU, INT4 = torch.device("cpu"), Weights(4, 64)
+CPU, INT4, SILU = torch.device("cpu"), Weights(4, 64), Glu("silu")
 TOLERANCE = 1e-6  # of the norm: what fp32 sums of some hundred terms lose
 FEW, MANY = Dispatch(1, gemv_rows=100), Dispatch(1, gemv_rows=0)  # by dot products of bytes, and on the tensor cores
 
@@ -170,10 +170,18 @@ class Mixture:
     """Random experts, each in a record of its own, of which some are here."""
 
     def __init__(
-        self, weights: str | Weights, experts: int, hidden: int, features: int, activation: str = "silu"
+        self,
+        weights: str | Weights,
+        experts: int,
+        hidden: int,
+        features: int,
+        glu: Glu = SILU,
+        *,
+        has_bias: bool = False,
     ) -> None:
-        self.hidden, self.features, self.activation = hidden, features, activation
-        self.matrices = []
+        self.hidden, self.features, self.glu = hidden, features, glu
+        self.matrices, sizes = [], (2 * features, hidden)
+        self.biases = [[torch.randn(N) if has_bias else None for N in sizes] for _ in range(experts)]
         for _ in range(experts):
             self.matrices.append([matrix_of(N, K, weights) for N, K in ((2 * features, hidden), (hidden, features))])
         self.places, self.size = self._places()
@@ -181,25 +189,26 @@ class Mixture:
         for expert in range(experts):
             self.write(expert, self.records[expert])
         addresses = torch.tensor([record.data_ptr() for record in self.records])
-        self.table = ExpertTable(addresses, *self.places, activation, features)
+        self.table = ExpertTable(addresses, *self.places, glu, features)
 
     def _places(self) -> tuple[list[RecordMatrix], int]:
         places, end = [], 4096
-        for matrix in self.matrices[0]:
-            at = []
-            for tensor in (matrix.qweight, matrix.scale, matrix.bias):
+        for matrix, bias in zip(self.matrices[0], self.biases[0], strict=True):
+            at: list[int | None] = []
+            for tensor in (matrix.qweight, matrix.scale, matrix.bias, bias):
                 at.append(end)
                 end += 0 if tensor is None else -(-tensor.nbytes // 16) * 16
             meta = [None if x is None else x.to("meta") for x in (matrix.qweight, matrix.scale, matrix.bias)]
             assert meta[0] is not None and meta[1] is not None
+            at[3] = None if bias is None else at[3]
             places.append(RecordMatrix(PackedMatrix(meta[0], meta[1], meta[2], matrix.table), *at))
         return places, end
 
     def write(self, expert: int, record: Tensor) -> None:
-        for matrix, place in zip(self.matrices[expert], self.places, strict=True):
+        for matrix, bias, place in zip(self.matrices[expert], self.biases[expert], self.places, strict=True):
             parts = ((matrix.qweight, place.qweight), (matrix.scale, place.scale), (matrix.bias, place.bias))
-            for tensor, at in parts:
-                if tensor is not None:
+            for tensor, at in (*parts, (bias, place.linear_bias)):
+                if tensor is not None and at is not None:
                     record[at : at + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
 
     def codes(self, x: Tensor) -> Codes:
@@ -224,13 +233,13 @@ class Mixture:
         return there + total, exact
 
     def _of_expert(self, expert: int, x: Codes) -> tuple[Tensor, Tensor]:
-        gate_up, down = self.matrices[expert]
+        (gate_up, down), biases = self.matrices[expert], self.biases[expert]
         wide, y = torch.empty(len(x.q), 2 * self.features), torch.empty(len(x.q), self.hidden)
         codes = Codes.of(len(x.q), down)
-        run_all(gemm(x, gate_up, wide, 2 * self.features))
-        to_codes(wide, codes, self.features, activation=self.activation).run()
-        run_all(gemm(codes, down, y, self.hidden))
-        return y, exact_product(codes, down, self.hidden)
+        run_all(gemm(x, gate_up, wide, 2 * self.features, biases[0]))
+        to_codes(wide, codes, self.features, glu=self.glu).run()
+        run_all(gemm(codes, down, y, self.hidden, biases[1]))
+        return y, exact_product(codes, down, self.hidden) + (0 if biases[1] is None else biases[1])
 
 
 def routes_of(tokens: int, top_k: int, experts: int) -> Routes:
@@ -272,12 +281,26 @@ def test_experts_add_what_the_kernels_of_one_matrix_make_to_the_bit(weights, exp
         assert torch.equal(some.by(dispatch, x, routes, there), bits)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-def test_gates_of_experts_are_those_of_other_activations_too(activation: str) -> None:
-    some, x = Mixture("int4-g64", 2, 64, 32, activation), torch.randn(2, 64)
+@pytest.mark.parametrize("glu", [Glu("gelu"), Glu("gelu_tanh")])
+def test_experts_have_other_gates_too(glu: Glu) -> None:
+    some, x = Mixture("int4-g64", 2, 64, 32, glu), torch.randn(2, 64)
     routes, there = routes_of(2, 2, 2), torch.randn(2, 64)
     bits, _ = some.expected(x, routes, there)
     assert torch.equal(some.by(FEW, x, routes, there), bits) and torch.equal(some.by(MANY, x, routes, there), bits)
+
+
+@pytest.mark.parametrize("weights", [Weights(4, 32, False, FP4), "int8"])
+def test_experts_with_biases_and_clamped_gates_add_what_one_matrix_makes_whatever_is_beside(weights) -> None:
+    """Of a width that ends within a tile; one is not on the device."""
+    glu, there = Glu("quick_gelu", limit=0.3, up_offset=1.0), torch.randn(19, 40)
+    some, x, routes = Mixture(weights, 3, 40, 32, glu, has_bias=True), torch.randn(19, 40), routes_of(19, 2, 3)
+    some.table.addresses[routes.experts[0, -1]] = 0
+    bits, exact = some.expected(x, routes, there)
+    assert error(bits, exact) < TOLERANCE
+    assert torch.equal(some.by(MANY, x, routes, there), bits)
+    for row in (0, 18):
+        one = slice(row, row + 1)
+        assert torch.equal(some.by(FEW, x[one], rows_of(routes, one), there[one]), bits[one])
 
 
 def rows_of(routes: Routes, rows: slice) -> Routes:
@@ -395,12 +418,13 @@ def test_a_place_that_no_load_of_128_bits_can_read_is_refused() -> None:
         RecordMatrix(matrix, 0, 24)
 
 
-TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), ("silu",), (RouterConfig("softmax", 9, 2),))
+TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), (SILU,), (RouterConfig("softmax", 9, 2),))
 
 
 @pytest.mark.parametrize("weights", every_other([INT4, INT8, *CODED[2:4]]), ids=attrgetter("name"))
 def test_the_check_of_a_card_has_cases_of_experts_that_are_right(weights: Weights) -> None:
-    cases = [*check_cases._routed(CPU, TINY.routers[0], TINY), *check_cases._experts(CPU, weights, 2, TINY)]
+    experts = check_cases._experts(CPU, weights, 2, GLUS[1], TINY, has_bias=True)
+    cases = [*check_cases._routed(CPU, TINY.routers[0], TINY), *experts]
     assert all(case.is_right for case in cases), [case.line() for case in cases if not case.is_right]
     assert {case.name for case in cases} >= {
         "a router by softmax, 2 of 9: weights", f"gemv of 2 experts of {weights.name}, 2 rows",
@@ -408,18 +432,22 @@ def test_the_check_of_a_card_has_cases_of_experts_that_are_right(weights: Weight
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", ["weights", "a sum in another order"])
+@pytest.mark.parametrize("wrong", ["weights", "a sum in another order", "no bias"])
 def test_the_check_finds_experts_that_are_a_little_wrong(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def changed(dispatch: Dispatch, x: Codes, routes: Routes, *rest: Any, **options: Any) -> list[KernelLaunch]:
+    def changed(
+        dispatch: Dispatch, x: Codes, routes: Routes, table: ExpertTable, *rest: Any, **options: Any
+    ) -> list[KernelLaunch]:
         weights, experts = routes.weights.clone(), routes.experts
         if wrong == "weights":
             weights *= 0.9999
+        elif wrong == "no bias":
+            table = replace(table, gate_up=replace(table.gate_up, linear_bias=None))
         elif len(x.q) > 1:
             weights, experts = weights.flip(1), experts.flip(1).contiguous()
-        return mixture(dispatch, x, Routes(routes.logits, experts, weights), *rest, **options)
+        return mixture(dispatch, x, Routes(routes.logits, experts, weights), table, *rest, **options)
 
     monkeypatch.setattr(check_cases, "mixture", changed)
-    cases = list(check_cases._experts(CPU, INT4, 5, TINY))
+    cases = list(check_cases._experts(CPU, INT4, 5, Glu("quick_gelu", limit=7.0), TINY, has_bias=True))
     assert not all(case.is_right for case in cases)
 
 
@@ -432,7 +460,7 @@ def test_the_check_finds_a_router_that_is_a_little_wrong(monkeypatch: pytest.Mon
 
 def test_a_model_without_experts_is_checked_without_them() -> None:
     """A card that is wrong there is right for it."""
-    ways: Ways = {"groups": [64], "attention": [], "activation": "silu"}
+    ways: Ways = {"groups": [64], "attention": [], "glus": []}
     assert sizes_of(ways).routers == BRIEF.routers == ()
     router = {"scores": "softmax", "num_experts": 8, "top_k": 2}
     assert sizes_of({**ways, "routers": [router]}).routers == (RouterConfig("softmax", 8, 2),)

@@ -150,7 +150,7 @@ def test_a_models_own_ways_are_of_its_dtype(dtype):
     assert [heads.dtype for heads in sizes.attention] == [dtype]
 
 
-WAYS = json.dumps({"groups": [64], "attention": [{"keys": "int8", "dtype": "bfloat16"}], "activation": "silu"})
+WAYS = json.dumps({"groups": [64], "attention": [{"keys": "int8", "dtype": "bfloat16"}], "glus": []})
 
 
 @pytest.mark.parametrize(

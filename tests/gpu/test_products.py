@@ -20,7 +20,7 @@ from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product import Dispatch, _tables
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.packed_matrix import PackedMatrix, packed_matrix
-from localllm.kernels.sizes import Weights
+from localllm.kernels.sizes import Glu, Weights
 from localllm.quant.int4 import Int4
 from localllm.quant.int8 import Int8
 from localllm.quant.layouts import TABLES
@@ -198,16 +198,25 @@ def test_a_nan_reaches_every_output_of_its_row_and_no_other():
 @pytest.mark.parametrize("features", [48, 112])
 def test_a_product_ends_in_the_codes_of_its_gate(weights, codes_for, rows, features):
     """As a launch of its own makes them, whichever kernel ends it."""
+    glu = Glu("silu") if features == 48 else Glu("quick_gelu", limit=0.5, up_offset=1.0)
     matrix, x, bias = Matrix(2 * features, 300, weights), torch.randn(rows, 300), torch.randn(2 * features)
     following = Matrix(8, features, codes_for).packed
     right = Codes.of(rows, following)
-    to_codes(matrix.by_gemv(x, bias=bias), right, features, activation="silu").run()
+    to_codes(matrix.by_gemv(x, bias=bias), right, features, glu=glu).run()
     for dispatch in (Dispatch(1, gemv_rows=100), Dispatch(1, gemv_rows=0), Dispatch(64, gemv_rows=0)):
         found = Codes.of(rows, following)
         found.q.fill_(99)
-        gate = Gate(found, "silu", features)
+        gate = Gate(found, glu, features)
         run_all(dispatch.product(matrix.codes(x), matrix.packed, gate, 2 * features, bias, adds=False))
         assert all(torch.equal(getattr(found, part), getattr(right, part)) for part in ("q", "scale", "bias"))
+
+
+def test_columns_of_gpt_oss_are_90_groups_which_no_number_of_slices_divides():
+    matrix, x = Matrix(20, 2880, Weights(4, 32, False, TABLES["fp4"])), torch.randn(2, 2880)
+    found = matrix.by_gemv(x)
+    assert error(found, matrix.expected(x)) < TOLERANCE
+    for parts in (1, 4):
+        assert torch.equal(matrix.by_gemm(x, ProgramShape(32, 16, parts)), found)
 
 
 def test_tables_of_cards_hold_what_a_dispatch_has():

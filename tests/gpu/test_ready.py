@@ -31,7 +31,8 @@ from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.ready import ALL, BRIEF, CheckScope, Ways
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import Weights
+from localllm.kernels.sizes import Glu, Weights
+from localllm.layers.config import QueryGrowth
 from localllm.models.shapes import find_shape
 from localllm.quant.recipe import RECIPES
 from tests.thinning import every_other
@@ -170,6 +171,35 @@ def test_a_model_is_checked_in_the_ways_in_which_it_is_computed(card):
         in_another_process()
         ready.check_once(CARD, lambda _text: None, scope)
     assert card.scopes[4:] == [uses(num_heads=2)]
+
+
+def test_gpt_oss_is_checked_with_sinks_biases_of_experts_and_clamped_gates():
+    config = find_shape("gpt-oss-20b").config
+    sizes = check.sizes_of(json.loads(scope_of(config, RECIPES["int4-g32"], "int8", torch.bfloat16).arguments[1]))
+    assert [(heads.window, heads.has_sinks, heads.has_growth) for heads in sizes.attention] == [
+        (None, True, False), (300, True, False)
+    ]  # fmt: skip
+    assert sizes.glus == (Glu("quick_gelu", limit=7.0, up_offset=1.0),) and sizes.expert_biases == (True,)
+    grows = uses(growth=QueryGrowth(0.1, 1024))
+    assert all(heads.has_growth for heads in check.sizes_of(json.loads(grows.arguments[1])).attention)
+
+
+def test_what_operators_compute_of_gemma_4_is_not_checked():
+    """Its heads have two shapes, and its experts norms of their own."""
+    config = find_shape("gemma-4-26b-a4b").config
+    ways = json.loads(scope_of(config, RECIPES["int4-g32"], "int8", torch.bfloat16).arguments[1])
+    assert check.sizes_of(ways).attention == () and "routers" not in ways
+
+
+def test_a_model_whose_feed_forwards_no_kernel_knows_is_checked_without_them():
+    config = find_shape("gemma-2-2b").config
+    layers = tuple(
+        replace(layer, feed_forward=replace(layer.feed_forward, activation="xielu")) for layer in config.layers
+    )
+    scope = scope_of(replace(config, layers=layers), RECIPES["int8"], "int8", torch.bfloat16)
+    sizes = check.sizes_of(json.loads(scope.arguments[1]))
+    cases = list(check_cases._products(CPU, INT4, replace(TINY, glus=sizes.glus, row_counts=(7,))))
+    assert cases and all(case.is_right and not case.name.startswith("a gate") for case in cases)
 
 
 def test_what_failed_in_a_process_is_not_tried_again_in_it(card, monkeypatch):
@@ -380,13 +410,13 @@ def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monk
     assert bits.name.endswith("bits of steps") and bits.is_right == (factor == 1)
 
 
-@pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}])
+@pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}, {"sinks": None}, {}])
 def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
-    """A scale of 0.13 instead of 0.125, and a window where there is none."""
-    attend = check_attention.attend
+    """A scale of 0.13 instead of 0.125, a window where there is none, and no sinks where there are some."""
+    attend, heads = check_attention.attend, replace(ONE_HEAD, has_sinks=True, has_growth=True)
     monkeypatch.setattr(check_attention, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
-    case = next(check_attention.attention_cases(CPU, ONE_HEAD))
-    assert not case.is_right
+    case = next(check_attention.attention_cases(CPU, heads))
+    assert case.is_right == (not wrong)
 
 
 def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch):
@@ -406,7 +436,7 @@ def test_the_check_finds_codes_of_attention_that_are_a_little_wrong(monkeypatch)
 
 
 def test_codes_of_other_files_are_checked_as_the_model_has_them():
-    ways = Ways(groups=[64, None, *map(asdict, check_cases.CODED)], attention=[], activation="silu")
+    ways = Ways(groups=[64, None, *map(asdict, check_cases.CODED)], attention=[], glus=[])
     assert check.sizes_of(json.loads(CheckScope.of(ways).arguments[1])).groups == (64, None, *check_cases.CODED)
 
 
@@ -414,11 +444,11 @@ def test_the_brief_check_has_what_a_usual_model_launches():
     launches, _ = check.launches_of(CPU, check.BRIEF)
     merged = {(each.constants["CODE_GROUP"], each.constants["CODE_BITS"]) for each in launches if each.name == "_merge"}
     gated = {
-        (each.constants["GROUP"], each.constants["CODE_BITS"], each.constants["ACTIVATION"])
+        (each.constants["GROUP"], each.constants["CODE_BITS"], each.constants["GLU"])
         for each in launches
-        if each.name == "_gemm" and each.constants["ACTIVATION"]
+        if each.name == "_gemm" and each.constants["GLU"]
     }
-    assert merged == {(0, 0), (64, 4), (64, 8)} and gated == {(64, 4, "silu"), (64, 8, "silu")}
+    assert merged == {(0, 0), (64, 4), (64, 8)} and gated == {(64, 4, Glu("silu")), (64, 8, Glu("silu"))}
 
 
 def test_a_kernel_that_a_card_does_not_take_is_left_and_the_others_are_checked(card, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -13,8 +14,9 @@ from localllm.cache.kv_format import KV_FORMATS
 from localllm.kernels import kv_page
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.kv_page import NOT_FINITE, PAGE_TOKENS, PageLayout
+from localllm.layers.config import QueryGrowth
 from localllm.layers.norm import RMSNorm
-from localllm.layers.rotary import rotate
+from localllm.layers.rotary import query_growth, rotate
 from tests.gpu.forward_support import LAYER, NAN, Forward, write_new
 from tests.kv_support import random
 
@@ -46,6 +48,8 @@ def by_operators(forward: Forward, qkv: Tensor, H: int, rope: Rope) -> tuple[Ten
     if rope.q_norm is not None and rope.k_norm is not None:
         q, k = RMSNorm(rope.q_norm, EPS)(q), RMSNorm(rope.k_norm, EPS)(k)
     q, k = (rotate(x, angles.cos() * rope.scale, angles.sin() * signs) for x in (q, k))
+    if rope.growth is not None:
+        q = q * query_growth(QueryGrowth(rope.growth, rope.growth_length), positions).view(-1, 1, 1)
     return q, k, v
 
 
@@ -107,6 +111,11 @@ def test_a_model_in_bf16_has_own_pages_in_bf16(kv):
 def test_each_row_may_have_frequencies_of_its_own():
     forward = Forward(KV_FORMATS["int8"], KH=1, D=64, pasts=[70, 10], counts=[2, 3])
     check(forward, 2, rope_of(64, 64, rows=5))
+
+
+def test_queries_grow_with_their_position_and_keys_do_not():
+    forward = Forward(KV_FORMATS["int8"], KH=1, D=64, pasts=[70, 6], counts=[3, 3])
+    check(forward, 2, dataclasses.replace(rope_of(64, 64), growth=0.7, growth_length=8))
 
 
 def test_qkv_may_be_a_part_of_wider_rows():

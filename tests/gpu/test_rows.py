@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.sample import NOT_FINITE, SampleRoom
 from localllm.kernels.gpu.sample import sample as sample_launches
 from localllm.kernels.packed_matrix import packed_matrix
-from localllm.kernels.sizes import Weights
-from localllm.layers.mlp import ACTIVATIONS
+from localllm.kernels.reference import ACTIVATIONS, gated
+from localllm.kernels.sizes import Glu, Weights
 from localllm.layers.norm import RMSNorm
 from localllm.quant.int8 import Int8
 from tests.choices.support import running
@@ -50,13 +51,17 @@ def test_a_norm_may_be_added_and_may_write_where_it_reads() -> None:
     torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("limits", [{}, {"limit": 1.5, "up_offset": 1.0}, {"has_gate": False}], ids=str)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_a_gate_is_that_of_the_layer_at_both_ends_too(activation: str) -> None:
+def test_a_gate_is_that_of_the_layer_at_both_ends_too(activation: str, limits: dict[str, Any]) -> None:
+    """And a number that is none stays so."""
+    glu = Glu(activation, **limits)
     x = torch.cat([torch.randn(2, 200) * 3, torch.tensor([[100.0, -100.0] * 100])])
+    x[0, 3] = x[1, 104] = torch.nan
+    x = x if glu.has_gate else x[:, :100]
     y = torch.full((3, 100), torch.nan)
-    to_floats(x, y, 100, activation=activation).run()
-    expected = ACTIVATIONS[activation](x[:, :100].double()) * x[:, 100:].double()
-    torch.testing.assert_close(y.double(), expected, rtol=2e-5, atol=2e-5)
+    to_floats(x, y, 100, glu=glu).run()
+    torch.testing.assert_close(y.double(), gated(x.double(), glu), rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize(("group", "bits"), [(16, 4), (32, 4), (64, 4), (128, 4), (64, 8), (16, 8)])
@@ -67,7 +72,7 @@ def test_codes_are_the_references(kind: str, group: int, bits: int) -> None:
     codes = Codes.empty(3, -(-features // group) * group, group, x.device, bits)
     for part, poison in ((codes.q, 99), (codes.scale, torch.nan), (codes.bias, torch.nan)):
         part.fill_(poison)
-    options = {"norm": {"weight": weight, "eps": EPS}, "gated": {"activation": "silu"}, "plain": {}}[kind]
+    options = {"norm": {"weight": weight, "eps": EPS}, "gated": {"glu": Glu("silu")}, "plain": {}}[kind]
     to_codes(x, codes, features, **options).run()  # type: ignore[arg-type]
     floats = torch.full((3, features), torch.nan)
     to_floats(x, floats, features, **options).run()  # type: ignore[arg-type]

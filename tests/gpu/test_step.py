@@ -94,8 +94,8 @@ def engine(llama: Path) -> Iterator[Engine]:
 
 
 # Others differ from these in what comes before the kernels: the frequencies of RoPE, or which layers have windows.
-OF_ONE_LAYER = {"phi3-partial-rotary", "llama-one-kv-head-odd-sizes"}
-OF_THEIR_OWN = {"phi3-partial-rotary", "gemma3-scaled-and-capped", "llama-one-kv-head-odd-sizes"}
+OF_ONE_LAYER = {"phi3-partial-rotary", "llama-one-kv-head-odd-sizes", "ministral3", "arcee"}
+OF_THEIR_OWN = OF_ONE_LAYER | {"gemma3-scaled-and-capped"}
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, OF_THEIR_OWN.__contains__))
@@ -103,6 +103,7 @@ def test_every_family_is_computed_as_operators_do(family, tmp_path):
     # Every sixth layer of Gemma 3 has no window, and files that name their layers' kinds have all of them.
     write_checkpoint(tmp_path, family, layers=1 if family in OF_ONE_LAYER else None)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32"))
+    assert family not in OF_ONE_LAYER or all(is_ours(block, block.device) for block in engine.model.blocks)
     token_ids = ids(19)
     expected = logits(engine, by_operators(engine.model), token_ids, [19])
     found = logits(engine, by_kernels(engine.model), token_ids, [17, 2])
@@ -122,8 +123,10 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights, kv
 # By the names that families have for the width of an expert. Norms of means are left to operators.
 EXPERT_WIDTH = {"moe_intermediate_size": 48, "intermediate_size": 96}
 LEFT_TO_OPERATORS = {"phimoe", "phimoe-jitter"}
-MIXTURES = [name for name, (kind, _) in FAMILIES.items() if kind.endswith(("moe", "mixtral", "dots1", "minimax_m2"))]
+ENDS = ("moe", "mixtral", "dots1", "minimax_m2", "gpt_oss")
+MIXTURES = [name for name, (kind, _) in FAMILIES.items() if kind.endswith(ENDS)]
 QUICK_MIXTURES = {("qwen2_moe", "int4-g32"), ("glm4_moe-groups", "int8"), ("mixtral", "int8"), ("phimoe", "int4-g32")}
+QUICK_MIXTURES.add(("gpt_oss", "int4-g32"))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +134,13 @@ QUICK_MIXTURES = {("qwen2_moe", "int4-g32"), ("glm4_moe-groups", "int8"), ("mixt
 )
 def test_a_packed_mixture_is_computed_by_our_kernels_as_the_cpu_does(family, weights, tmp_path):
     """The first layer of some families has none."""
-    layers = 4 if family in ("dots1-groups-windowed", "qwen3_5_moe") else 2  # a hybrid's last of four attends
+    # A hybrid's last of four attends, and some files name the kinds of all four.
+    layers = 4 if family in ("dots1-groups-windowed", "qwen3_5_moe", "gpt_oss-square") else 2
     write_checkpoint(tmp_path, family, layers=layers, **EXPERT_WIDTH)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights))
     mixtures = [block for block in engine.model.blocks if isinstance(block.body, MoE)]
     assert mixtures and all(is_ours(block, block.device) == (family not in LEFT_TO_OPERATORS) for block in mixtures)
+    assert engine.model.config.model_type != "gpt_oss" or GpuProgram(engine.model).is_whole
     token_ids = ids(19)
     expected = logits(engine, by_operators(engine.model), token_ids, [19])
     assert error(logits(engine, by_kernels(engine.model), token_ids, [17, 2]), expected) < 0.02
@@ -186,6 +191,7 @@ def test_a_row_has_the_same_bits_alone_verified_with_others_and_in_a_batch(tmp_p
         [
             ("llama", "int8", "bf16", [64, 17, 13, 2, 1]),
             ("qwen3", "int4-g64", "int8", [64, 40, 17, 13, 2, 1]),  # behind a coded page
+            ("gpt_oss", "int4-g32", "bf16", [64, 17, 2, 1]),  # by experts, behind a sink
         ]
     ),
 )

@@ -28,21 +28,17 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import DeltaShape, Glu
 from tests.simulated_card.device import SimulatedCard
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
 
-
-def _prepared(x: Tensor, features: int, weight: Tensor | None = None, eps: float = 0.0, activation: str = "") -> Tensor:
+def _prepared(
+    x: Tensor, features: int, weight: Tensor | None = None, eps: float = 0.0, glu: Glu | None = None
+) -> Tensor:
     values = x[:, :features].float()
     if weight is not None:
         return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
-    return _ACTIVATIONS[activation](values) * x[:, features : 2 * features].float() if activation else values
+    return values if glu is None else reference.gated(x[:, : (1 + glu.has_gate) * features].float(), glu)
 
 
 def _to_codes(_: SimulatedCard, x: Tensor, codes: Codes, features: int, **options: Any) -> None:
@@ -92,7 +88,7 @@ def _multiply(
     if bias is not None:
         product = product + bias
     if isinstance(y, Gate):
-        _write_codes(_prepared(product.float(), y.features, None, 0.0, y.activation), y.codes)
+        _write_codes(_prepared(product.float(), y.features, glu=y.glu), y.codes)
         return
     into = y[:, :out_features]
     into.copy_(product + into if adds else product)
@@ -122,6 +118,8 @@ def _logits_of(_: SimulatedCard, x: Tensor, parts: RouterWeights, logits: Tensor
         normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + parts.eps) * parts.norm.double()
     matrix = parts.weight if parts.gate is None else torch.cat((parts.weight, parts.gate))
     logits.copy_(normed @ matrix.double().T)
+    if parts.bias is not None:
+        logits[:, : len(parts.bias)] += parts.bias
 
 
 def _delta_mix(
@@ -163,8 +161,9 @@ def _mixture(
 def _gates(card: SimulatedCard, x: Codes, routes: Routes, table: ExpertTable, inner: Inner) -> None:
     for pairs, address in _pairs(routes, table):
         codes, rows = _rows(inner.codes, pairs), pairs // routes.experts.shape[1]
-        gate, matrix = Gate(codes, table.activation, table.features), _matrix(card, table.gate_up, address)
-        _multiply(card, _rows(x, rows), matrix, gate, 2 * table.features, None, adds=False)
+        gate, width = Gate(codes, table.glu, table.features), 2 * table.features
+        matrix, bias = _matrix(card, table.gate_up, address, width)
+        _multiply(card, _rows(x, rows), matrix, gate, width, bias, adds=False)
         inner.codes.q[pairs] = codes.q
         inner.codes.scale[:, pairs], inner.codes.bias[:, pairs] = codes.scale, codes.bias
 
@@ -186,9 +185,8 @@ def _mixed(
         parts[known] = elsewhere[known]
     for pairs, address in _pairs(routes, table):
         part = torch.empty((len(pairs), y.shape[1]))
-        _multiply(
-            card, _rows(inner.codes, pairs), _matrix(card, table.down, address), part, y.shape[1], None, adds=False
-        )
+        matrix, bias = _matrix(card, table.down, address, y.shape[1])
+        _multiply(card, _rows(inner.codes, pairs), matrix, part, y.shape[1], bias, adds=False)
         parts[pairs] = part
     by_slots = parts.view(*routes.experts.shape, -1).unbind(1)
     total = sum(part * routes.weights[:, slot, None] for slot, part in enumerate(by_slots))
@@ -207,8 +205,10 @@ def _rows(codes: Codes, rows: Tensor) -> Codes:
     return Codes(codes.q[rows], codes.scale[:, rows], codes.bias[:, rows], codes.bits)
 
 
-def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMatrix:
-    """The matrix of the record at an address."""
+def _matrix(
+    card: SimulatedCard, place: RecordMatrix, address: int, out_features: int
+) -> tuple[PackedMatrix, Tensor | None]:
+    """The matrix of the record at an address, and its bias."""
     shape = place.shape
     pairs = ((shape.qweight, place.qweight), (shape.scale, place.scale), (shape.bias, place.bias))
     qweight, scale, bias = (
@@ -216,7 +216,10 @@ def _matrix(card: SimulatedCard, place: RecordMatrix, address: int) -> PackedMat
         for like, at in pairs
     )
     assert qweight is not None and scale is not None
-    return PackedMatrix(qweight, scale, bias, shape.table)
+    linear_bias = None
+    if place.linear_bias is not None:
+        linear_bias = card.bytes_at(address + place.linear_bias, 4 * out_features).view(torch.float32)
+    return PackedMatrix(qweight, scale, bias, shape.table), linear_bias
 
 
 def _embed(
@@ -248,6 +251,9 @@ def _rope_store(
     queries, keys = (
         _rotated(heads, norm, tokens.positions, rope) for heads, norm in ((queries, rope.q_norm), (keys, rope.k_norm))
     )
+    if rope.growth is not None:
+        steps = (tokens.positions // rope.growth_length).clamp(min=0).view(-1, 1, 1)
+        queries = queries * (1 + rope.growth * torch.log1p(steps.float()))
     if coded is not None:
         queries, keys, values = map(kv_page.rotated, (queries, keys, values))
     q[is_there] = queries[is_there]
@@ -299,6 +305,7 @@ def _attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = 0,
+    sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> None:
     all_mixed = out if isinstance(out, Tensor) else torch.zeros(out.q.shape)
@@ -317,6 +324,7 @@ def _attend(
             scale=scale,
             window=window,
             softcap=softcap,
+            sinks=sinks,
         )
         mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
         mixed = mixed.flatten(1)

@@ -19,10 +19,10 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig
-from tests.simulated_card.support import PROMPT, packed_in_formats, text, texts_of_the_cpu
+from tests.simulated_card.support import FORMATS, PROMPT, packed_in_formats, text, texts_of_the_cpu
 from tests.simulated_card.test_placements import wish
 from tests.test_device_placement import Packed
-from tests.thinning import one_in
+from tests.thinning import one_in, thinned
 
 SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
 HELD: dict[str, tuple[str, ...]] = {
@@ -43,6 +43,14 @@ def mixtures(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(mixtures):
     return texts_of_the_cpu(mixtures, 6)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    write_checkpoint(folder, "gpt_oss", layers=2, intermediate_size=64)
+    models = packed_in_formats(folder, folder)
+    return models, texts_of_the_cpu(models, 6)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +95,19 @@ def test_experts_that_are_in_slots_and_those_that_are_not_write_the_text_of_the_
         assert held is not None and held.num_slots == 2 * slots
         uses = placed.expert_uses
         assert uses.wanted == 2 * 2 * 5 and 0 < uses.hits < uses.wanted
+
+
+@pytest.mark.parametrize(("schedule", "slots"), [("lazy", 3), ("random", 2), ("copies-late", 0)])
+@pytest.mark.parametrize("weights", thinned(FORMATS, "int4-g32".__eq__))
+def test_gpt_oss_writes_the_text_of_the_cpu(schedule, slots, weights, gpt_oss, simulated_card):
+    """Sinks, biases of routers and experts, and clamped gates; no slots: where the experts of all blocks are there."""
+    models, expected = gpt_oss
+    packed = models[weights]
+    with simulated_card(CardConfig(schedule)) as card, packed.opened(DEVICE) as placed:
+        placed.place(slotted(packed, slots) if slots else packed.blocks(lambda _index: "resident"), 17)
+        assert all(is_ours(block, DEVICE) for block in placed.prefill_model.blocks)
+        assert text(packed, placed, 6) == expected[weights]
+        assert card.counts["replays"]
 
 
 def test_experts_that_no_native_step_knows_are_left_to_operators(mixtures, expected, simulated_card, monkeypatch):
@@ -141,6 +162,16 @@ def test_the_true_kernels_write_it_too(has_slots, weights, mixtures, expected, s
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
         placed.place(slotted(packed, 2) if has_slots else packed.blocks(lambda _index: "streamed"), 17)
         assert text(packed, placed, 3) == expected[weights][:3]
+        assert card.counts["replays"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [0, 2])
+def test_the_true_kernels_write_what_gpt_oss_does(slots, gpt_oss, simulated_card):
+    (packed, expected), num_tokens = (each["int4-g32"] for each in gpt_oss), 3
+    with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
+        placed.place(slotted(packed, slots) if slots else packed.blocks(lambda _index: "resident"), 17)
+        assert text(packed, placed, num_tokens) == expected[:num_tokens]
         assert card.counts["replays"]
 
 

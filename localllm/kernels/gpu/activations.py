@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import Glu
 
 _BLOCK = 1024  # columns of a program where no norm asks for the whole row
 # Of more than a few rows, the tensor cores' kernel reads the scales of two side by side.
@@ -67,15 +68,33 @@ class Codes:
 
 @triton.jit
 def activated(gate, ACTIVATION: tl.constexpr):
+    """A NaN stays one."""
     if ACTIVATION == "silu":
         y = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "quick_gelu":
+        y = gate / (1 + tl.exp(-1.702 * gate))
     elif ACTIVATION == "gelu":
         y = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        positive = tl.where(gate < 0, 0.0, gate)
+        y = positive * positive
     else:
         # tanh(u) = 1 - 2 / (exp(2 u) + 1): exact at both ends, where exp is 0 or infinite
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         y = 0.5 * gate * (2 - 2 / (tl.exp(2 * u) + 1))
     return y
+
+
+@triton.jit
+def gated(gate, up, GLU: tl.constexpr):
+    """`reference.gated`. A NaN stays one: no minimum would tell."""
+    if GLU.limit is not None:
+        limit: tl.constexpr = GLU.limit
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    if GLU.up_offset != 0:
+        up = up + GLU.up_offset
+    return activated(gate, GLU.activation) * up
 
 
 @triton.jit
@@ -101,7 +120,7 @@ def coded(values):
 
 
 @triton.jit
-def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constexpr, ACTIVATION: tl.constexpr):
+def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constexpr, GLU: tl.constexpr):
     """fp32 [BLOCK]: of one row; zeros from column `features` on."""
     is_there = columns < features
     values = tl.load(x + row * x_stride + columns, mask=is_there, other=0).to(tl.float32)
@@ -110,20 +129,23 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
         values = values * (1 / tl.sqrt(mean_square + eps))
         values = values * tl.load(weight + columns, mask=is_there, other=0)
     if KIND == "gated":
-        up = tl.load(x + row * x_stride + features + columns, mask=is_there, other=0).to(tl.float32)
-        values = activated(values, ACTIVATION) * up
+        if GLU.has_gate:
+            up = tl.load(x + row * x_stride + features + columns, mask=is_there, other=0).to(tl.float32)
+            values = gated(values, up, GLU)
+        else:
+            values = activated(values, GLU.activation)
     return values
 
 
 @triton.jit
 def code_row(
     x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps, first,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GLU: tl.constexpr,
 ):  # fmt: skip
     """The columns from `first` on, of the row that is the program's."""
     row = tl.program_id(0).to(tl.int64)
     columns = first + tl.arange(0, BLOCK)
-    values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
+    values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, GLU)
     q, scale, bias = coded(tl.reshape(values, (BLOCK // GROUP, GROUP)))
     groups = first // GROUP + tl.arange(0, BLOCK // GROUP)
     at, is_group = groups * code_stride + row, groups < padded // GROUP
@@ -135,24 +157,24 @@ def code_row(
 @triton.jit(do_not_specialize=["code_stride"])
 def _to_codes(
     x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, GLU: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     code_row(
         x, weight, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps,
-        tl.program_id(1) * BLOCK, BLOCK, GROUP, BITS, KIND, ACTIVATION,
+        tl.program_id(1) * BLOCK, BLOCK, GROUP, BITS, KIND, GLU,
     )  # fmt: skip
 
 
 @triton.jit
 def _to_floats(
     x, weight, y, x_stride, y_stride, features, eps,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, ACTIVATION: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, GLU: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, ACTIVATION)
+    values = _prepared(x, weight, x_stride, features, columns, row, eps, KIND, GLU)
     into = y + row * y_stride + columns
     if ADDS:
         values += tl.load(into, mask=columns < features, other=0).to(tl.float32)
@@ -164,16 +186,16 @@ def _block(kind: str, features: int, least: int) -> int:
     return max(least, triton.next_power_of_2(features) if kind == "norm" else _BLOCK)
 
 
-def _kind(weight: Tensor | None, activation: str) -> str:
-    return "norm" if weight is not None else "gated" if activation else "plain"
+def _kind(weight: Tensor | None, glu: Glu | None) -> str:
+    return "norm" if weight is not None else "plain" if glu is None else "gated"
 
 
 def to_codes(
-    x: Tensor, codes: Codes, features: int, *, weight: Tensor | None = None, eps: float = 0.0, activation: str = ""
+    x: Tensor, codes: Codes, features: int, *, weight: Tensor | None = None, eps: float = 0.0, glu: Glu | None = None
 ) -> KernelLaunch:
-    """x [M, >= features] in rows of any stride. weight fp32 [features]: x / rms(x) * weight. activation ("silu",
-    "gelu", "gelu_tanh"): activation(x[:, :features]) * x[:, features : 2 * features]. Columns beyond are zeros."""
-    kind, padded = _kind(weight, activation), codes.q.shape[1]
+    """x [M, >= features] in rows of any stride. weight fp32 [features]: x / rms(x) * weight. glu: what
+    `reference.gated` makes of x[:, : 2 * features], or of x[:, :features] without a gate. Columns beyond are zeros."""
+    kind, padded = _kind(weight, glu), codes.q.shape[1]
     block = _block(kind, padded, codes.group)
     return KernelLaunch(
         _to_codes,
@@ -183,7 +205,7 @@ def to_codes(
             "x_stride": x.stride(0), "code_stride": codes.scale.stride(0), "features": features, "padded": padded,
             "eps": float(eps),
         },
-        {"BLOCK": block, "GROUP": codes.group, "BITS": codes.bits, "KIND": kind, "ACTIVATION": activation},
+        {"BLOCK": block, "GROUP": codes.group, "BITS": codes.bits, "KIND": kind, "GLU": glu},
         num_warps=_num_warps(block),
     )  # fmt: skip
 
@@ -195,11 +217,11 @@ def to_floats(
     *,
     weight: Tensor | None = None,
     eps: float = 0.0,
-    activation: str = "",
+    glu: Glu | None = None,
     adds: bool = False,
 ) -> KernelLaunch:
     """Do as `to_codes`, into y [M, features] of any float type; adds: to what is there."""
-    kind = _kind(weight, activation)
+    kind = _kind(weight, glu)
     block = _block(kind, features, 1)
     return KernelLaunch(
         _to_floats,
@@ -208,7 +230,7 @@ def to_floats(
             "x": x, "weight": weight, "y": y, "x_stride": x.stride(0),
             "y_stride": y.stride(0), "features": features, "eps": float(eps),
         },
-        {"BLOCK": block, "KIND": kind, "ACTIVATION": activation, "ADDS": adds},
+        {"BLOCK": block, "KIND": kind, "GLU": glu, "ADDS": adds},
         num_warps=_num_warps(block),
     )  # fmt: skip
 

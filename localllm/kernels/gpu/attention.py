@@ -13,7 +13,6 @@ columns in one order, and the sum of a page's weights is exact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention_merge import NOTHING, Parts, appended, merge, with_page
+from localllm.kernels.gpu.attention_merge import LOG2_E, NOTHING, Parts, appended, before_pages, merge, with_page
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
 from localllm.kernels.gpu.levels import nibble, signed_byte
 from localllm.kernels.gpu.rope import (
@@ -46,7 +45,6 @@ DECODE_ROWS, PREFILL_ROWS = 16, 128
 # The capabilities (H100, B200) whose tensor cores take 64 rows by an instruction of its own, with other sums; fewer
 # rows are multiplied as elsewhere.
 WARP_GROUPS, FEW_PREFILL_ROWS = (9, 10), 32
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,7 @@ def _dense_head(
 
 @triton.jit(do_not_specialize=["layer", "window", "num_rows", "table_stride"])
 def _attend(
-    q, part, peaks, totals, positions, own, own_stride, tasks, tables,
+    q, part, peaks, totals, sinks, positions, own, own_stride, tasks, tables,
     layer, window, factor, cap, num_rows, table_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
@@ -350,7 +348,7 @@ def _attend(
         return
     row = (tl.load(task) + r // group) * H + kv_head * group + r % group
     queries = _queries(q + row * D, position >= 0, D, OPERAND)
-    peak, total = tl.full((BLOCK_R,), NOTHING, tl.float32), tl.zeros((BLOCK_R,), tl.float32)
+    peak, total = before_pages(sinks, kv_head * group + r % group)
     mixed = _zeros(len(queries), BLOCK_R)
     pages = tables + tl.load(task + 2).to(tl.int64) * table_stride
     if is_coded:
@@ -383,8 +381,8 @@ def _attend(
 def _scaling(scale: float, softcap: float | None) -> tuple[float, float]:
     """Return the factor of a score and its cap, to the base of two. exp2(2 log2(e) x) is what tanh(x) is made of."""
     if softcap is None:
-        return scale * LOG2_E, 0.0
-    return 2 * scale * LOG2_E / softcap, softcap * LOG2_E
+        return scale * LOG2_E.value, 0.0
+    return 2 * scale * LOG2_E.value / softcap, softcap * LOG2_E.value
 
 
 def attend(
@@ -401,17 +399,19 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
+    sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D], or its codes, see `attention_merge.can_code`.
 
     On a card queries and weights are rounded to bf16, but for models in fp32: 2e-3 of the norm as a rule, 4e-3 at most.
     parts: of one section, where a program has all pages of its task, or of as many as the longest segment has pages.
-    rows: see `block_rows`. gate: see `merge`. Rows of no task, and padding, stay as they are. Else see
-    `paged_attention`.
+    rows: see `block_rows`. sinks: fp32 [H], scores without a value, which come before all pages. gate: see `merge`.
+    Rows of no task, and padding, stay as they are. Else see `paged_attention`.
     """
     assert q.is_contiguous() and parts.mixed.shape[1:] == q.shape
     pages = 1 if parts.sections > 1 else ALL_PAGES
+    first, later = (sinks, None) if pages == ALL_PAGES else (None, sinks)
     reach = FAR.value if window is None else window
     (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense, q.device), _scaling(scale, softcap)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
@@ -419,19 +419,10 @@ def attend(
         kernel=_attend,
         grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
         arguments={
-            "q": q,
-            "part": parts.mixed,
-            "peaks": parts.peaks,
-            "totals": parts.totals,
+            "q": q, "part": parts.mixed, "peaks": parts.peaks, "totals": parts.totals, "sinks": first,
             **{name: getattr(tokens, name) for name in ("positions", "own", "own_stride")},
-            "tasks": history.tasks,
-            "tables": history.tables,
-            "layer": layer,
-            "window": reach,
-            "factor": factor,
-            "cap": cap,
-            "num_rows": M,
-            "table_stride": history.tables.stride(0),
+            "tasks": history.tasks, "tables": history.tables, "layer": layer, "window": reach, "factor": factor,
+            "cap": cap, "num_rows": M, "table_stride": history.tables.stride(0),
         },
         constants={
             **page_constants(dense, coded), "H": H, "OPERAND": tl.float32 if is_wide else tl.bfloat16,
@@ -444,5 +435,5 @@ def attend(
         num_warps=_num_warps(block, dense.head_dim, is_wide=is_wide),
         num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )  # fmt: skip
-    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, gate=gate)
+    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, sinks=later, gate=gate)
     return [attending, merging]

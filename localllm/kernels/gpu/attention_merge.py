@@ -3,6 +3,7 @@ back, as floats or as codes for the matrix that follows."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.gpu.rope import GROUP, PAGE, TokenTables, hadamard
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
+LOG2_E = tl.constexpr(math.log2(math.e))
 _AHEAD = 16  # pages on their way at once: 8 KB of heads of 128
 
 
@@ -44,6 +46,17 @@ def appended(tiles, tile):
 
 
 @triton.jit
+def before_pages(sinks, heads):
+    """What rows of these heads have before any page, [R]: the largest score, to the base of two, and the sum of the
+    weights. A sink is a score whose value is zero; it is rounded by itself, so that no compiler joins what follows."""
+    peak, total = tl.full(heads.shape, NOTHING, tl.float32), tl.zeros(heads.shape, tl.float32)
+    if sinks is not None:
+        peak = tl.fma(tl.load(sinks + heads), tl.full(heads.shape, LOG2_E, tl.float32), total)
+        total += 1
+    return peak, total
+
+
+@triton.jit
 def with_page(mixed, peak, total, page_mixed, page_peak, page_total):
     """Rows with a page put to what they have: mixed [R, features], peak and total [R]. Each operation is rounded where
     it stands: in whatever kernel, the sum has the same bits."""
@@ -69,7 +82,7 @@ def store_codes(
 
 @triton.jit(do_not_specialize=["window", "num_rows", "code_stride", "gate_stride"])
 def _merge(
-    part, peaks, totals, gate, out, code_scale, code_bias, positions, window, num_rows, code_stride, gate_stride,
+    part, peaks, totals, sinks, gate, out, code_scale, code_bias, positions, window, num_rows, code_stride, gate_stride,
     H: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr, AHEAD: tl.constexpr,
     IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +96,7 @@ def _merge(
     count = position // section_tokens + 1 - begin
     feature = tl.arange(0, FEATURES)[None, :]
     mask = feature < D
-    peak, total = tl.full((1,), NOTHING, tl.float32), tl.zeros((1,), tl.float32)
+    peak, total = before_pages(sinks, head + tl.arange(0, 1))
     mixed = tl.zeros((1, FEATURES), tl.float32)
     for first in range(0, count, AHEAD):
         some, own_peaks, own_totals = (), (), ()
@@ -126,10 +139,11 @@ def merge(
     *,
     section_pages: int,
     is_turned: bool,
+    sinks: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> KernelLaunch:
-    """out fp32 [M, H * D], or its codes: of a row of the sections that it sees. gate [M, H * D], in rows of any stride:
-    by its sigmoid all is multiplied."""
+    """out fp32 [M, H * D], or its codes: of a row of the sections that it sees. sinks fp32 [H]: where no section has
+    them. gate [M, H * D], in rows of any stride: by its sigmoid all is multiplied."""
     _, M, H, D = parts.mixed.shape
     codes = out if isinstance(out, Codes) else None
     assert codes is None or codes.q.shape[1] == H * D
@@ -140,6 +154,7 @@ def merge(
             "part": parts.mixed,
             "peaks": parts.peaks,
             "totals": parts.totals,
+            "sinks": sinks,
             "gate": gate,
             "out": out.q if isinstance(out, Codes) else out,
             "code_scale": None if codes is None else codes.scale,

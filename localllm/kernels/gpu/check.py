@@ -23,11 +23,11 @@ from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interprete
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import DeltaShape, Weights
+from localllm.kernels.sizes import DeltaShape, Glu, Weights
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
-BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), ("silu",), (), ())
+BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), (Glu("silu"),), (), ())
 
 
 class Outcome(NamedTuple):
@@ -52,8 +52,14 @@ def sizes_of(ways: Ways) -> CheckSizes:
     routers = tuple(RouterConfig(**router) for router in ways.get("routers", ()))
     groups = tuple(_weights(group) if isinstance(group, dict) else group for group in ways["groups"])
     deltas = tuple(DeltaShape(**shape) for shape in ways.get("deltas", ()))
+    glus = tuple(Glu(**glu) for glu in ways["glus"])
     return CheckSizes(
-        groups=groups, attention=tuple(heads), activations=(ways["activation"],), routers=routers, deltas=deltas
+        groups=groups,
+        attention=tuple(heads),
+        glus=glus,
+        routers=routers,
+        deltas=deltas,
+        expert_biases=tuple(ways.get("expert_biases", ())),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ class Heads:
     softcap: float | None = None
     has_norms: bool = False
     has_gate: bool = False
+    has_sinks: bool = False
+    has_growth: bool = False
     rotary: float = 1.0  # of a head's features, the share that RoPE turns
     dtype: torch.dtype = torch.bfloat16
 
@@ -53,8 +56,9 @@ ATTENTION = (
     Heads("int8", "int4", window=300),
     Heads("dense", "dense", window=300, softcap=5.0),
     Heads("int4", "int4", 256, 4, 1, softcap=5.0),
-    Heads("int8", "int8", 96, 12, 2),
-    Heads("dense", "dense", 80, 6, 2),
+    Heads("int8", "int8", 96, 12, 2, has_growth=True),
+    Heads("dense", "dense", 80, 6, 2, has_sinks=True),
+    Heads("int8", "int8", 64, 16, 2, window=300, has_sinks=True),
     Heads("int8", "int8", has_norms=True, rotary=0.5),
     Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
     Heads("dense", "dense", 64, dtype=torch.float32),
@@ -71,25 +75,28 @@ def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weigh
         inv_freq = torch.rand((1, int(D * heads.rotary) // 2), device=device) * 0.1
         q_norm, k_norm = torch.rand((2, D), device=device) if heads.has_norms else (None, None)
         q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
-        angles = torch.arange(702, 702 + count, device=device)[:, None, None].float() * inv_freq
-        q, k = (_turned(_normed(x, norm), angles) for x, norm in ((q, q_norm), (k, k_norm)))
+        rope = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS, 0.5 if heads.has_growth else None, 100)
+        positions = torch.arange(702, 702 + count, device=device)[:, None, None]
+        q, k = (_turned(_normed(x, norm), positions * inv_freq) for x, norm in ((q, q_norm), (k, k_norm)))
+        q = q if rope.growth is None else q * (1 + rope.growth * torch.log1p((positions // 100).float()))
         gate = torch.randn((count, H * D), device=device) if heads.has_gate else None
-        right = pages.copied().attended(q, k, v)
+        sinks = torch.randn(H, device=device) + 6 if heads.has_sinks else None  # as much as some hundred keys
+        right = pages.copied().attended(q, k, v, sinks)
         right = right if gate is None else right * gate.sigmoid()
-        rope, rows = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS), block_rows(H // KH, is_prefill=is_prefill)
+        rows, options = block_rows(H // KH, is_prefill=is_prefill), {"sinks": sinks, "gate": gate}
         in_steps = pages.copied()
         found, stepwise = (poisoned(count, H * D, device=device) for _ in range(2))
-        pages.by_kernels(qkv, rope, rows, found, gate, is_prefill=is_prefill)
+        pages.by_kernels(qkv, rope, rows, found, options, is_prefill=is_prefill)
         tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
         yield Case(f"attention of {heads}, {count} rows", error_of(found, right), tolerance)
         if is_prefill:
-            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, gate, is_prefill=False)
+            in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, options, is_prefill=False)
             yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
         for weights in {(each.columns, each.bits): each for each in matrices}.values():
             expected, codes = (codes_for(weights, count, H * D, device) for _ in range(2))
             if can_code(D, codes.group):
                 activations.to_codes(found, expected, H * D).run()
-                pages.by_kernels(qkv, rope, rows, codes, gate, is_prefill=is_prefill)
+                pages.by_kernels(qkv, rope, rows, codes, options, is_prefill=is_prefill)
                 yield Case(
                     f"attention of {heads}, {count} rows: codes for {weights.name}", differing(codes, expected), 0
                 )
@@ -138,18 +145,33 @@ class _Pages:
         other.own = other.pages[first:] if self.coded is None else [page.clone() for page in self.own]
         return other
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend by torch's operators, in fp32: [T, H * D]."""
         pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
-        scale, window, softcap = q.shape[-1] ** -0.5, self.heads.window, self.heads.softcap
-        mixed = paged_attention.paged_attention(q, layer, self.past, scale=scale, window=window, softcap=softcap)
+        mixed = paged_attention.paged_attention(
+            q,
+            layer,
+            self.past,
+            scale=q.shape[-1] ** -0.5,
+            window=self.heads.window,
+            softcap=self.heads.softcap,
+            sinks=sinks,
+        )
         return mixed.flatten(1)
 
     def by_kernels(
-        self, qkv: Tensor, rope: Rope, rows: int, out: Tensor | Codes, gate: Tensor | None, *, is_prefill: bool
+        self,
+        qkv: Tensor,
+        rope: Rope,
+        rows: int,
+        out: Tensor | Codes,
+        options: dict[str, Any],
+        *,
+        is_prefill: bool,
     ) -> None:
+        """options: of `attend`, as they are not in `heads`."""
         T, H, D = self.count, self.heads.heads, qkv.shape[-1]
         positions = torch.arange(self.past, self.past + T)
         numbers = positions // PAGE_TOKENS
@@ -168,5 +190,5 @@ class _Pages:
         rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
         sections = 1 if is_prefill else len(self.pages)
         parts = new_parts(sections, T, H, D, self.device)
-        options = {"window": self.heads.window, "softcap": self.heads.softcap, "rows": rows, "scale": D**-0.5}
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, gate=gate, **options))
+        options = {**options, "window": self.heads.window, "softcap": self.heads.softcap, "scale": D**-0.5}
+        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, rows=rows, **options))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from triton.errors import TritonError
 
 from localllm.kernels import int8, reference, tile16
@@ -27,9 +27,9 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, DeltaShape, Weights
+from localllm.kernels.sizes import CENTRED, DeltaShape, Glu, Weights
 
-_EPS = 1e-5
+_EPS, _RECORD_ALIGN = 1e-5, 64
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
 INT8 = Weights(8, None, has_bias=False)
 # Of other programs' files: one of each kind of codes, and of the shortest groups. A model is checked in its own.
@@ -51,33 +51,42 @@ ROUTERS = (
     RouterConfig("chosen", 32, 4),
     RouterConfig("sparsemixer", 16, 2, jitter=0.01),
 )
+# The first is what most models have.
+GLUS = (
+    Glu("silu"),
+    Glu("quick_gelu", limit=0.7, up_offset=1.0),
+    Glu("gelu"),
+    Glu("gelu_tanh"),
+    Glu("relu2", has_gate=False),
+)
 DELTAS = (DeltaShape(16, 32, 128, 128), DeltaShape(4, 4, 96, 192, is_tiled=True))
 
 
 @dataclass(frozen=True)
 class CheckSizes:
     """The sizes that are tried: a matrix [N, K], times so many rows. groups: of INT4, None for INT8, or what codes mean
-    where they are neither."""
+    where they are neither. expert_biases: whether the matrices of experts have any."""
 
     N: int = 200
     K: int = 2100
     row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 100)
     groups: tuple[int | Weights | None, ...] = (*GROUPS, None, *CODED)
     attention: tuple[Heads, ...] = ATTENTION
-    activations: tuple[str, ...] = ("silu", "gelu", "gelu_tanh")
+    glus: tuple[Glu, ...] = GLUS
     routers: tuple[RouterConfig, ...] = ROUTERS
     deltas: tuple[DeltaShape, ...] = DELTAS
+    expert_biases: tuple[bool, ...] = (False, True)
+
+    @property
+    def gates(self) -> list[Glu]:
+        """Return those in which the product of a first matrix can end."""
+        return [glu for glu in self.glus if glu.has_gate]
 
 
 # For the interpreter, where all of it takes minutes.
 SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=(), deltas=())
 
 _ROUTE_PARTS = ("logits", "experts", "weights")
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-}
 
 
 def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Case]:
@@ -86,8 +95,10 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
         yield from _taken(f"products of {each.name}", _products(device, each, sizes))
     for router in sizes.routers:
         yield from _taken(f"a router by {router.scores}", _routed(device, router, sizes))
-    for top_k, each in product({router.top_k: None for router in sizes.routers}, weights):
-        yield from _taken(f"{top_k} experts of {each.name}", _experts(device, each, top_k, sizes))
+    of_experts = product({router.top_k: None for router in sizes.routers}, weights)
+    for (top_k, each), glu, has_bias in zip(of_experts, cycle(sizes.gates), cycle(sizes.expert_biases), strict=False):
+        some = _experts(device, each, top_k, glu, sizes, has_bias=has_bias)
+        yield from _taken(f"{top_k} experts of {each.name}", some)
     yield from _taken("norms and gates", _between(device, sizes))
     for each in dict.fromkeys((INT8, *weights)):
         yield from _taken(f"an embedding of {each.name}", _embedded(device, each, sizes))
@@ -179,16 +190,17 @@ def _gated(device: torch.device, weights: Weights, sizes: CheckSizes) -> Iterato
     """Codes of a gate, from the end of the product that they follow: those that a launch of their own makes."""
     features = max(1, sizes.N // 2 // tile16.TILE) * tile16.TILE
     matrix = _matrix(device, weights, replace(sizes, N=2 * features))
-    most, activation = max(7, *sizes.row_counts), sizes.activations[0]
+    most = max(7, *sizes.row_counts)
     x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrix)
     activations.to_codes(x, codes, sizes.K).run()
-    for rows, gemv_rows, programs in ((3, 4, 1), *(((most, 0, 0), (7, 0, 100)) if _has_gemm(device) else ())):
+    ways = ((3, 4, 1), *(((most, 0, 0), (7, 0, 100)) if _has_gemm(device) else ()))
+    for (rows, gemv_rows, programs), glu in zip(ways, cycle(sizes.gates), strict=False):
         wide, few = poisoned(rows, 2 * features, device=device), codes.first(rows)
         gemv.gemv(few, matrix, wide, 2 * features).run()
         right, found = (codes_for(weights, rows, features, device) for _ in range(2))
-        activations.to_codes(wide, right, features, activation=activation).run()
+        activations.to_codes(wide, right, features, glu=glu).run()
         dispatch = replace(dispatch_for(device), gemv_rows=gemv_rows, programs=programs)
-        run_all(dispatch.product(few, matrix, Gate(found, activation, features), 2 * features, None, adds=False))
+        run_all(dispatch.product(few, matrix, Gate(found, glu, features), 2 * features, None, adds=False))
         yield Case(f"a gate of {weights.name}, {rows} rows, {programs} programs: bits", differing(found, right), 0)
 
 
@@ -229,15 +241,18 @@ def _routed(device: torch.device, router: RouterConfig, sizes: CheckSizes) -> It
     yield Case(f"{named}: codes, in steps", float(steps.abs().max()), 0.51)
 
 
-def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSizes) -> Iterator[Case]:
+def _experts(
+    device: torch.device, weights: Weights, top_k: int, glu: Glu, sizes: CheckSizes, *, has_bias: bool = False
+) -> Iterator[Case]:
     """Of which one is not on the device. Each token must have the bits that it has alone."""
     features, most = max(1, sizes.K // 3 // tile16.TILE) * tile16.TILE, max(sizes.row_counts)
     both = (replace(sizes, N=2 * features), replace(sizes, K=features))
     matrices = [[_matrix(device, weights, size) for size in both] for _ in range(top_k + 2)]
-    records = [_record(each) for each in matrices]
+    biases = [[_bias(N, device) if has_bias else None for N in (2 * features, sizes.N)] for _ in matrices]
+    records = [_record(*each) for each in zip(matrices, biases, strict=True)]
     addresses = torch.tensor([0] + [record.data_ptr() for record, _ in records[1:]], device=device)
     gate_up_at, down_at = records[0][1]
-    table = ExpertTable(addresses, gate_up_at, down_at, sizes.activations[0], features)
+    table = ExpertTable(addresses, gate_up_at, down_at, glu, features)
     x, codes = torch.randn((most, sizes.K), device=device), Codes.of(most, matrices[0][0])
     activations.to_codes(x, codes, sizes.K).run()
     chosen = torch.rand((most, len(records)), device=device).argsort(dim=-1)[:, :top_k].int().contiguous()
@@ -245,10 +260,12 @@ def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSiz
     right = torch.zeros((most, sizes.N), dtype=torch.float64)
     for expert, (gate_up, down) in list(enumerate(matrices))[1:]:
         wide, inner = poisoned(most, 2 * features, device=device), codes_for(weights, most, features, device)
-        gemv.gemv(codes, gate_up, wide, 2 * features).run()
-        activations.to_codes(wide, inner, features, activation=table.activation).run()
+        gemv.gemv(codes, gate_up, wide, 2 * features, biases[expert][0]).run()
+        activations.to_codes(wide, inner, features, glu=glu).run()
+        bias = biases[expert][1]
+        part = _expected(inner, down, sizes.N) + (0 if bias is None else bias.double().cpu())
         share = torch.where(routes.experts == expert, routes.weights, 0).sum(1, keepdim=True)
-        right += share.double().cpu() * _expected(inner, down, sizes.N)
+        right += share.double().cpu() * part
     named, alone = f"{top_k} experts of {weights.name}", None
     for rows in sizes.row_counts:
         few = Routes(*(part[:rows] for part in (routes.logits, routes.experts, routes.weights)))
@@ -260,6 +277,11 @@ def _experts(device: torch.device, weights: Weights, top_k: int, sizes: CheckSiz
             yield Case(f"{kernel} of {named}, {rows} rows", error_of(y, right[:rows]), EXACT)
             yield Case(f"{kernel} of {named}, {rows} rows: bits of the first", float((y[:1] != alone).sum()), 0)
             yield _elsewhere(f"{kernel} of {named}, {rows} rows", dispatch, codes.first(rows), few, table, right[:rows])
+
+
+def _bias(features: int, device: torch.device) -> Tensor:
+    """Return one that changes much: of sums as large as these here, a gate with a limit shows little else."""
+    return 100 * torch.randn(features, device=device)
 
 
 def _elsewhere(named: str, dispatch: Dispatch, codes: Codes, routes: Routes, table: ExpertTable, right: Tensor) -> Case:
@@ -276,29 +298,30 @@ def _elsewhere(named: str, dispatch: Dispatch, codes: Codes, routes: Routes, tab
     )
 
 
-def _record(matrices: Sequence[PackedMatrix]) -> tuple[Tensor, list[RecordMatrix]]:
-    """Return an expert's bytes, and where its matrices are in them."""
+def _record(matrices: Sequence[PackedMatrix], biases: Sequence[Tensor | None]) -> tuple[Tensor, list[RecordMatrix]]:
+    """Return an expert's bytes, and where its matrices and their biases are in them."""
     parts, places, end = list[Tensor](), list[RecordMatrix](), 0
-    for matrix in matrices:
+    for matrix, linear_bias in zip(matrices, biases, strict=True):
         at = []
-        for tensor in (matrix.qweight, matrix.scale, matrix.bias):
+        for tensor in (matrix.qweight, matrix.scale, matrix.bias, linear_bias):
             at.append(end)
             if tensor is not None:
-                parts.append(tensor.contiguous().view(-1).view(torch.uint8))
-                end += tensor.nbytes  # a multiple of 32, as all are of tiles of 16 rows
-        places.append(RecordMatrix(matrix, *at))
+                content = tensor.contiguous().view(-1).view(torch.uint8)
+                parts.append(functional.pad(content, (0, -len(content) % _RECORD_ALIGN)))
+                end += len(parts[-1])
+        places.append(RecordMatrix(matrix, at[0], at[1], at[2], None if linear_bias is None else at[3]))
     return torch.cat(parts), places
 
 
 def _between(device: torch.device, sizes: CheckSizes) -> Iterator[Case]:
     x, weight = torch.randn((3, 2 * sizes.K), device=device), torch.rand(sizes.K, device=device)
     wide = x.double()
-    first, second = wide[:, : sizes.K], wide[:, sizes.K :]
+    first = wide[:, : sizes.K]
     normed = first * torch.rsqrt(first.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     right: dict[str, tuple[Tensor, dict[str, Any]]] = {
         "a norm": (normed, {"weight": weight, "eps": 1e-5}),
         "rows": (first, {}),
-        **{name: (_ACTIVATIONS[name](first) * second, {"activation": name}) for name in sizes.activations},
+        **{str(glu): (reference.gated(wide if glu.has_gate else first, glu), {"glu": glu}) for glu in sizes.glus},
     }
     for name, (expected, options) in right.items():
         y, codes = poisoned(3, sizes.K, device=device), Codes.empty(3, -(-sizes.K // 64) * 64, 64, device)

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix, address_of, matrix_at, weighted
+from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix, address_of, finished_of, matrix_at, weighted
 from localllm.kernels.gpu.expert_rows import ExpertRows
 from localllm.kernels.gpu.gemm import ProgramShape, rows_of, slice_sums, store_halves
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
-from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, tiles_of
+from localllm.kernels.gpu.product_end import End, Gate, store_finished, tiles_of
 from localllm.kernels.gpu.routing import Routes
 from localllm.kernels.tile16 import TILE
 
@@ -24,17 +24,18 @@ _REDUCED = 256  # columns of a program that adds up slots
 
 @triton.jit(
     do_not_specialize=[
-        "qweight_at", "scale_at", "bias_at", "most", "slots", "groups", "tiles", "out_features", "features",
-        "code_stride",
+        "qweight_at", "scale_at", "bias_at", "linear_bias_at", "most", "slots", "groups", "tiles", "out_features",
+        "features", "code_stride",
     ]
 )  # fmt: skip
 def _expert_gemm(
     table, pairs, blocks, q, x_scale, x_bias, y, code_scale, code_bias,
-    qweight_at, scale_at, bias_at, most, slots, groups, tiles, out_features, features, x_stride, y_stride, code_stride,
+    qweight_at, scale_at, bias_at, linear_bias_at, most, slots, groups, tiles, out_features, features, x_stride,
+    y_stride, code_stride,
     TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr,
-    CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
+    CODE_BITS: tl.constexpr, GLU: tl.constexpr, OPERAND: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """slots: that share a row of x. A row of y is a pair's. ACTIVATION: as `_gemm` has it."""
+    """slots: that share a row of x. A row of y is a pair's. GLU: as `_gemm` has it."""
     after_previous(OVERLAPS)
     block, lane = blocks + tl.program_id(0), tl.arange(0, ROWS)
     expert = tl.load(block)
@@ -43,23 +44,25 @@ def _expert_gemm(
     is_m = lane < tl.load(block + 2 * most)
     pair = tl.load(pairs + tl.load(block + most) + lane, mask=is_m, other=0)
     BYTE: tl.constexpr = tl.uint8 if FORM.bits == 4 else tl.int8
-    qweight, scale, bias = matrix_at(tl.load(table + expert), qweight_at, scale_at, bias_at, BYTE, FORM)
-    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    address = tl.load(table + expert)
+    qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, BYTE, FORM)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     n = rows_of(tile, TILES)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, y, tile, n, pair // slots, is_m, is_m, tiles, groups, x_stride, 0, 0,
         TILES, ROWS, FORM, SLICES, SLICES, OPERAND,
     )  # fmt: skip
     at = n[:, None]
-    out = finished(sums, scale, None, at, at < tiles * 16, FORM.group is None)
-    if ACTIVATION != "":
+    is_n = at < out_features
+    out = finished_of(sums, scale, address, linear_bias_at, at, is_n, FORM.group is None)
+    if GLU is not None:
         store_halves(
             out, pair, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
-            TILES, ROWS, GROUP, CODE_BITS, ACTIVATION,
+            TILES, ROWS, GROUP, CODE_BITS, GLU,
         )  # fmt: skip
     else:
         into = y + pair[None, :].to(tl.int64) * y_stride + at
-        store_finished(out, into, (at < out_features) & is_m[None, :], False)
+        store_finished(out, into, is_n & is_m[None, :], False)
 
 
 @triton.jit(do_not_specialize=["out_features"])
@@ -87,16 +90,15 @@ def _product(
     x: Codes, slots: int, matrix: RecordMatrix, table: Tensor, rows: ExpertRows, y: Tensor | Gate, shape: ProgramShape
 ) -> KernelLaunch:
     """slots: that share a row of x."""
-    packed, end, columns = matrix.shape, End.of(y), matrix.shape.tiles * TILE
-    if isinstance(y, Gate):
-        columns = 2 * y.features
+    packed, end = matrix.shape, End.of(y)
+    columns = 2 * y.features if isinstance(y, Gate) else y.shape[1]
     return KernelLaunch(
         _expert_gemm,
         (rows.blocks.shape[1], triton.cdiv(columns, shape.weight_rows)),
         {
             "table": table, "pairs": rows.pairs, "blocks": rows.blocks, "q": x.q, "x_scale": x.scale, "x_bias": x.bias,
             "x_stride": x.scale.stride(0), "most": rows.blocks.shape[1], "slots": slots, "groups": packed.groups,
-            "tiles": packed.tiles, "out_features": 0 if isinstance(y, Gate) else y.shape[1], **matrix.arguments,
+            "tiles": packed.tiles, "out_features": columns, **matrix.arguments,
             **end.arguments,
         },
         {
@@ -112,7 +114,7 @@ def gates(
     x: Codes, rows: ExpertRows, experts: ExpertTable, codes: Codes, top_k: int, shape: ProgramShape
 ) -> KernelLaunch:
     """Do as `expert_gemv.gates`, of grouped rows."""
-    gate = Gate(codes, experts.activation, experts.features)
+    gate = Gate(codes, experts.glu, experts.features)
     return _product(x, top_k, experts.gate_up, experts.addresses, rows, gate, shape)
 
 

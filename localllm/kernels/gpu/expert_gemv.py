@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.expert_record import ExpertTable, address_of, matrix_at, weighted
+from localllm.kernels.gpu.expert_record import ExpertTable, address_of, finished_of, matrix_at, weighted
 from localllm.kernels.gpu.gemv import GATED_TILES, added_up, rows_of, slice_sums, store_halves
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous, is_interpreted
-from localllm.kernels.gpu.product_end import End, Gate, finished, store_finished, tiles_of
+from localllm.kernels.gpu.product_end import End, Gate, store_finished, tiles_of
 from localllm.kernels.gpu.routing import Routes
 from localllm.kernels.tile16 import TILE
 
@@ -24,14 +24,16 @@ _UNROLL = 2  # as of one row of `gemv`
 
 @triton.jit(
     do_not_specialize=[
-        "qweight_at", "scale_at", "bias_at", "pairs", "top_k", "tiles", "groups", "features", "x_stride", "code_stride"
+        "qweight_at", "scale_at", "bias_at", "linear_bias_at", "pairs", "top_k", "tiles", "groups", "features",
+        "x_stride", "code_stride",
     ]
 )  # fmt: skip
 def _expert_gates(
     table, experts, q, x_scale, x_bias, y, code_scale, code_bias,
-    qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, features, x_stride, y_stride, code_stride,
+    qweight_at, scale_at, bias_at, linear_bias_at, pairs, top_k, tiles, groups, features, x_stride, y_stride,
+    code_stride,
     TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr,
-    ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
+    GLU: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Half of a program's tiles are those of a gate, for a token and one of its slots."""
     after_previous(OVERLAPS)
@@ -40,27 +42,28 @@ def _expert_gates(
     if address == 0:
         return
     qweight, scale, bias = matrix_at(address, qweight_at, scale_at, bias_at, tl.int32, FORM)
-    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, pair // top_k, tile, pairs, tiles, groups, x_stride,
         1, TILES, FORM, SLICES, UNROLL, ASM,
     )  # fmt: skip
     n = rows_of(tile, TILES, SLICES)
-    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, FORM.group is None)
+    out = finished_of(added_up(sums[0], SLICES), scale, address, linear_bias_at, n, n < tiles * 16, FORM.group is None)
     store_halves(
         out, pair, column, pairs, features, y_stride, code_stride, y, code_scale, code_bias,
-        TILES, GROUP, CODE_BITS, ACTIVATION,
+        TILES, GROUP, CODE_BITS, GLU,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "qweight_at", "scale_at", "bias_at", "pairs", "top_k", "tiles", "groups", "out_features", "x_stride"
+        "qweight_at", "scale_at", "bias_at", "linear_bias_at", "pairs", "top_k", "tiles", "groups", "out_features",
+        "x_stride",
     ]
 )  # fmt: skip
 def _experts_mixed(
     table, experts, weights, elsewhere, q, x_scale, x_bias, y,
-    qweight_at, scale_at, bias_at, pairs, top_k, tiles, groups, out_features, x_stride, y_stride,
+    qweight_at, scale_at, bias_at, linear_bias_at, pairs, top_k, tiles, groups, out_features, x_stride, y_stride,
     SLOTS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr, UNROLL: tl.constexpr,
     ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +86,10 @@ def _experts_mixed(
         1, SLOTS, FORM, SLICES, UNROLL, ASM, EACH=True,
     )  # fmt: skip
     n = rows_of(tile, SLOTS, SLICES)
-    out = finished(added_up(sums[0], SLICES), scale, None, n, n < tiles * 16, FORM.group is None)
+    out = finished_of(
+        added_up(sums[0], SLICES), scale, address[:, None, None], linear_bias_at, n, n < out_features,
+        FORM.group is None,
+    )  # fmt: skip
     part = tl.max(out, axis=1)  # all slices have the same
     if elsewhere is not None:
         column = tl.program_id(1) * 16 + tl.arange(0, 16)[None, :]
@@ -99,7 +105,7 @@ def _experts_mixed(
 
 def gates(x: Codes, routes: Routes, experts: ExpertTable, codes: Codes) -> KernelLaunch:
     """x: of T rows, for the experts' first matrix. codes: of T * top_k rows, for their second one."""
-    matrix, end = experts.gate_up.shape, End.of(Gate(codes, experts.activation, experts.features))
+    matrix, end = experts.gate_up.shape, End.of(Gate(codes, experts.glu, experts.features))
     pairs, top_k = routes.experts.numel(), routes.experts.shape[1]
     tiles = 2 * max(GATED_TILES, codes.group // TILE)
     return KernelLaunch(

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from localllm.kernels.gpu.product_end import finished
 from localllm.kernels.gpu.rope import page_at
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.sizes import Glu
 
 _ALIGN = 16  # bytes, of records and of places in them, for loads of 128 bits
 
@@ -23,31 +25,34 @@ _ALIGN = 16  # bytes, of records and of places in them, for loads of 128 bits
 @dataclass(frozen=True)
 class RecordMatrix:
     """Where a packed matrix is in each record, in bytes. shape: of whatever tensors, on any device, the meta one too,
-    that have the shapes and types of one expert's."""
+    that have the shapes and types of one expert's. linear_bias: fp32 [out features], where the matrix has one."""
 
     shape: PackedMatrix
     qweight: int
     scale: int
     bias: int = 0  # where groups have one
+    linear_bias: int | None = None
 
     def __post_init__(self) -> None:
-        assert not any(place % _ALIGN for place in (self.qweight, self.scale, self.bias)), "128 bits are read at once"
+        places = (self.qweight, self.scale, self.bias, self.linear_bias or 0)
+        assert not any(place % _ALIGN for place in places), "128 bits are read at once"
 
     @property
-    def arguments(self) -> dict[str, int]:
-        return {"qweight_at": self.qweight, "scale_at": self.scale, "bias_at": self.bias}
+    def arguments(self) -> dict[str, int | None]:
+        places = {"qweight_at": self.qweight, "scale_at": self.scale, "bias_at": self.bias}
+        return {**places, "linear_bias_at": self.linear_bias}
 
 
 @dataclass(frozen=True)
 class ExpertTable:
     """addresses int64 [E], multiples of 16, or 0. gate_up: the gate's rows, then as many of the other half; down: their
-    product's. activation: as `activations.to_codes` has it. features: of the gate, a multiple of a tile's 16 rows.
+    product's. glu: one with a gate. features: of the gate, a multiple of a tile's 16 rows.
     """
 
     addresses: Tensor
     gate_up: RecordMatrix
     down: RecordMatrix
-    activation: str
+    glu: Glu
     features: int
 
 
@@ -61,12 +66,20 @@ def address_of(table, experts, is_slot):
 @triton.jit
 def matrix_at(address, qweight_at, scale_at, bias_at, WORD: tl.constexpr, FORM: tl.constexpr):
     """Pointers to the codes, as such words, and to the scales and biases, of the record at the address or of several.
-    Where `Weights` have no biases, the last may not be
-    used."""
+    Where `Weights` have no biases, the last may not be used."""
     VALUE: tl.constexpr = tl.float32 if FORM.group is None else tl.float16
     qweight = page_at(address, qweight_at).to(tl.pointer_type(WORD))
     scale, bias = page_at(address, scale_at), page_at(address, bias_at)
     return qweight, scale.to(tl.pointer_type(VALUE)), bias.to(tl.pointer_type(VALUE))
+
+
+@triton.jit
+def finished_of(out, scale, address, linear_bias_at, n, is_n, ROW_SCALED: tl.constexpr):
+    """`finished`, with the bias of the matrix in the record at the address, or in several, of n's shape."""
+    linear_bias = None
+    if linear_bias_at is not None:
+        linear_bias = (address + linear_bias_at).to(tl.pointer_type(tl.float32))
+    return finished(out, scale, linear_bias, n, is_n, ROW_SCALED)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ class Inner:
         if is_few(dispatch, len(routes.experts), pairs, count):
             return cls(codes)
         # As many rows of a program as an expert has of them, if all have the same.
-        gate = Gate(codes, experts.activation, experts.features)
+        gate = Gate(codes, experts.glu, experts.features)
         shape = replace(dispatch.shape(experts.gate_up.shape, triton.cdiv(pairs, count), gate), parts=1)
         return cls(codes, ExpertRows.empty(pairs, count, shape.rows, device), shape)
 

@@ -168,13 +168,13 @@ def rows_of(tile, TILES: tl.constexpr):
 @triton.jit
 def store_halves(
     out, m, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
-    TILES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr,
 ):  # fmt: skip
     """out [TILES * 16, ROWS], whose first half is a gate, from `column` on."""
     gate, up = tl.split(tl.permute(tl.reshape(out, (2, TILES * 8, ROWS)), (2, 1, 0)))
     store_gated(
         gate, up, m, column, is_m, features, y_stride, code_stride, y, code_scale, code_bias,
-        TILES * 8, ROWS, GROUP, CODE_BITS, ACTIVATION,
+        TILES * 8, ROWS, GROUP, CODE_BITS, GLU,
     )  # fmt: skip
 
 
@@ -183,14 +183,14 @@ def _gemm(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
     rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
     TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, OWN: tl.constexpr,
-    ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OPERAND: tl.constexpr,
+    ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr, OPERAND: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
-    finished. ACTIVATION: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    finished. GLU: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
     after_previous(OVERLAPS)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     n, is_m = rows_of(tile, TILES), m < rows
     into = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
     is_out = (n < out_features)[:, None] & is_m[None, :]
@@ -201,10 +201,10 @@ def _gemm(
     if OWN == SLICES:
         at = n[:, None]
         out = finished(sums, scale, linear_bias, at, at < out_features, FORM.group is None)
-        if ACTIVATION != "":
+        if GLU is not None:
             store_halves(
                 out, m, is_m, column, features, y_stride, code_stride, y, code_scale, code_bias,
-                TILES, ROWS, GROUP, CODE_BITS, ACTIVATION,
+                TILES, ROWS, GROUP, CODE_BITS, GLU,
             )  # fmt: skip
         else:
             store_finished(out, into, is_out, ADDS)
@@ -224,19 +224,19 @@ def _parts_added(
     partial, scale, linear_bias, y, code_scale, code_bias, out_features, features, y_stride, row_stride, part_stride,
     code_stride,
     SLICES: tl.constexpr, BLOCK: tl.constexpr, ROW_SCALED: tl.constexpr, ADDS: tl.constexpr,
-    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAPS: tl.constexpr,
+    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     n = first + tl.arange(0, BLOCK)[None, :]
     partial += row * row_stride
-    if ACTIVATION != "":
+    if GLU is not None:
         gate = _slices_added(partial, scale, linear_bias, n, n < features, part_stride, SLICES, ROW_SCALED)
         up = _slices_added(partial, scale, linear_bias, features + n, n < features, part_stride, SLICES, ROW_SCALED)
         m = tl.program_id(0) + tl.arange(0, 1)
         store_gated(
             gate, up, m, first, m >= 0, features, y_stride, code_stride, y, code_scale, code_bias,
-            BLOCK, 1, GROUP, CODE_BITS, ACTIVATION,
+            BLOCK, 1, GROUP, CODE_BITS, GLU,
         )  # fmt: skip
     else:
         into, is_out = y + row * y_stride + n, n < out_features

@@ -145,7 +145,7 @@ def slice_sums(
 @triton.jit
 def store_halves(
     out, m, column, rows, features, y_stride, code_stride, y, code_scale, code_bias,
-    TILES: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILES: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr,
 ):  # fmt: skip
     """out [TILES, SLICES, 16], of the row m: half of the tiles are a gate's, from `column` on."""
     halves = tl.reshape(tl.max(out, axis=1), (2, 1, TILES * 8))  # all slices have the same
@@ -153,7 +153,7 @@ def store_halves(
     m += tl.arange(0, 1)
     store_gated(
         gate, up, m, column, m < rows, features, y_stride, code_stride, y, code_scale, code_bias,
-        TILES * 8, 1, GROUP, CODE_BITS, ACTIVATION,
+        TILES * 8, 1, GROUP, CODE_BITS, GLU,
     )  # fmt: skip
 
 
@@ -162,13 +162,13 @@ def _gemv(
     qweight, scale, bias, linear_bias, q, x_scale, x_bias, y, code_scale, code_bias,
     rows, tiles, groups, out_features, features, x_stride, y_stride, code_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
-    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, ACTIVATION: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr,
+    GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """q: the codes as words of four, [rows, columns / 4]. ROWS: from program_id(0) * ROWS on. ACTIVATION: of a gate
+    """q: the codes as words of four, [rows, columns / 4]. ROWS: from program_id(0) * ROWS on. GLU: of a gate
     of so many features, whose codes go to y; half of the tiles are the gate's then."""
     first = tl.program_id(0) * ROWS
-    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, ACTIVATION)
+    column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     if OVERLAPS:
         _fetch(qweight, tile, tiles, groups, words_of(FORM), SLICES)
     after_previous(OVERLAPS)
@@ -181,10 +181,10 @@ def _gemv(
     for r in tl.static_range(ROWS):
         m = first + r
         out = finished(added_up(sums[r], SLICES), scale, linear_bias, n, is_n, FORM.group is None)
-        if ACTIVATION != "":
+        if GLU is not None:
             store_halves(
                 out, m, column, rows, features, y_stride, code_stride, y, code_scale, code_bias,
-                TILES, GROUP, CODE_BITS, ACTIVATION,
+                TILES, GROUP, CODE_BITS, GLU,
             )  # fmt: skip
         else:
             into = y + m.to(tl.int64) * y_stride + n

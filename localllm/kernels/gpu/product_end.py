@@ -9,19 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from localllm.kernels.gpu.activations import Codes, activated, code_place, coded
+from localllm.kernels.gpu.activations import Codes, code_place, coded, gated
+from localllm.kernels.sizes import Glu
 
 
 @dataclass(frozen=True)
 class Gate:
     """The end of an MLP's first matrix, whose rows are those of the gate and then as many of the other half: codes for
-    the second matrix, of activation(gate) * the other half.
+    the second matrix, of what `glu` makes of both.
 
-    activation: as `activations.to_codes` has it. features: of the gate, a multiple of the 16 rows of a tile.
+    glu: one with a gate. features: of the gate, a multiple of the 16 rows of a tile.
     """
 
     codes: Codes
-    activation: str
+    glu: Glu
     features: int
 
 
@@ -36,22 +37,22 @@ class End:
     def of(cls, y: Tensor | Gate) -> End:
         if isinstance(y, Tensor):
             nothing = {"code_scale": None, "code_bias": None, "code_stride": 0, "features": 0}
-            return cls({"y": y, "y_stride": y.stride(0), **nothing}, {"GROUP": 1, "CODE_BITS": 8, "ACTIVATION": ""})
+            return cls({"y": y, "y_stride": y.stride(0), **nothing}, {"GROUP": 1, "CODE_BITS": 8, "GLU": None})
         codes = y.codes
         return cls(
             {
                 "y": codes.q, "y_stride": codes.q.stride(0), "code_scale": codes.scale, "code_bias": codes.bias,
                 "code_stride": codes.scale.stride(0), "features": y.features,
             },
-            {"GROUP": codes.group, "CODE_BITS": codes.bits, "ACTIVATION": y.activation},
+            {"GROUP": codes.group, "CODE_BITS": codes.bits, "GLU": y.glu},
         )  # fmt: skip
 
 
 @triton.jit
-def tiles_of(program, features, tiles, TILES: tl.constexpr, ACTIVATION: tl.constexpr):
+def tiles_of(program, features, tiles, TILES: tl.constexpr, GLU: tl.constexpr):
     """The first column of y that a program ends, and its tiles of W: of a gate, half of them, and as many of the other
     half, which begins `features` rows behind it. Beyond the last they are `tiles`."""
-    if ACTIVATION == "":
+    if GLU is None:
         return program * TILES * 16, program * TILES + tl.arange(0, TILES)
     half: tl.constexpr = TILES // 2
     tile = program * half + tl.arange(0, TILES) % half
@@ -84,12 +85,12 @@ def store_finished(out, into, is_out, ADDS: tl.constexpr):
 @triton.jit
 def store_gated(
     gate, up, m, first_column, is_m, features, padded, code_stride, y, code_scale, code_bias,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, GLU: tl.constexpr,
 ):  # fmt: skip
     """gate, up fp32 [ROWS, COLUMNS], of the rows m [ROWS] and the columns from first_column on. y: the codes, with so
     many columns in a row."""
     column = first_column + tl.arange(0, COLUMNS)
-    values = tl.where((column < features)[None, :], activated(gate, ACTIVATION) * up, 0.0)
+    values = tl.where((column < features)[None, :], gated(gate, up, GLU), 0.0)
     q, scale, bias = coded(tl.reshape(values, (ROWS * COLUMNS // GROUP, GROUP)))
     m = m.to(tl.int64)[:, None]
     group = first_column // GROUP + tl.arange(0, COLUMNS // GROUP)[None, :]

@@ -48,13 +48,15 @@ Tell = Callable[[str], object]
 
 class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8, or the fields of `Weights` for codes
-    that mean anything else; attention: by the fields of `check.Heads`; activation: of its MLPs' gates; routers: of its
-    mixtures, by the fields of `RouterConfig`; deltas: of its layers of Gated DeltaNet, by those of `DeltaShape`."""
+    that mean anything else; attention: by the fields of `check.Heads`; glus: of its MLPs, by those of `Glu`;
+    routers: of its mixtures, by those of `RouterConfig`; expert_biases: whether their experts have any; deltas: of its
+    layers of Gated DeltaNet, by those of `DeltaShape`."""
 
     groups: list[int | dict[str, Any] | None]
     attention: list[dict[str, Any]]
-    activation: str
+    glus: list[dict[str, Any]]
     routers: NotRequired[list[dict[str, Any]]]
+    expert_biases: NotRequired[list[bool]]
     deltas: NotRequired[list[dict[str, Any]]]
 
 

@@ -49,13 +49,18 @@ class TokenTables:
 
 @dataclass(frozen=True)
 class Rope:
-    """inv_freq fp32 [1 or M, rotary_dim / 2]; scale: of cosine and sine; q_norm, k_norm fp32 [D], both or none."""
+    """inv_freq fp32 [1 or M, rotary_dim / 2]; scale: of cosine and sine; q_norm, k_norm fp32 [D], both or none.
+
+    growth, growth_length: queries are multiplied by 1 + growth * ln(1 + floor(position / length)).
+    """
 
     inv_freq: Tensor
     scale: float = 1.0
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    growth: float | None = None
+    growth_length: int = 1
 
 
 @triton.jit
@@ -131,10 +136,10 @@ def _store_coded(x, codes, scales, slot, mask, CODING: tl.constexpr, FEATURE: tl
         tl.store(at, packed.to(tl.uint8), mask=mask & (lane < HALF_GROUP))
 
 
-@triton.jit(do_not_specialize=["layer", "qkv_stride", "inv_freq_stride"])
+@triton.jit(do_not_specialize=["growth_length", "layer", "qkv_stride", "inv_freq_stride"])
 def _rope_store(
-    qkv, q, positions, own, own_stride, coded, inv_freq, q_norm, k_norm, eps, rotary_scale, layer,
-    qkv_stride, inv_freq_stride,
+    qkv, q, positions, own, own_stride, coded, inv_freq, q_norm, k_norm, eps, rotary_scale, growth, growth_length,
+    layer, qkv_stride, inv_freq_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, ROTARY: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
@@ -157,6 +162,8 @@ def _rope_store(
             x, source, feature, norm, eps, inv_freq + row * inv_freq_stride, position, rotary_scale,
             D, ROTARY, q_norm is not None,
         )  # fmt: skip
+    if growth is not None:
+        x *= tl.where(head < H, 1 + growth * tl.log(1 + (position // growth_length).to(tl.float32)), 1.0)
     if KEYS != "dense":
         x = hadamard(x)
     if head < H:
@@ -221,6 +228,8 @@ def rope_store(
             "k_norm": rope.k_norm,
             "eps": rope.eps,
             "rotary_scale": rope.scale,
+            "growth": rope.growth,
+            "growth_length": rope.growth_length,
             "layer": layer,
             "qkv_stride": qkv.stride(0),
             "inv_freq_stride": rope.inv_freq.stride(0) if len(rope.inv_freq) > 1 else 0,

@@ -228,7 +228,7 @@ def _choose(
     elif codes is not None:
         code_row(
             x, norm, codes, code_scale, code_bias, x_stride, code_stride, features, padded, eps, 0,
-            BLOCK, GROUP, BITS, KIND, "",
+            BLOCK, GROUP, BITS, KIND, None,
         )  # fmt: skip
 
 
