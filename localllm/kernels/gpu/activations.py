@@ -94,7 +94,8 @@ def gated(gate, up, GLU: tl.constexpr):
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if GLU.up_offset != 0:
         up = up + GLU.up_offset
-    return activated(gate, GLU.activation) * up
+    activation: tl.constexpr = GLU.activation  # Triton 3.6 takes a bare text for a tensor
+    return activated(gate, activation) * up
 
 
 @triton.jit
@@ -133,7 +134,8 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
             up = tl.load(x + row * x_stride + features + columns, mask=is_there, other=0).to(tl.float32)
             values = gated(values, up, GLU)
         else:
-            values = activated(values, GLU.activation)
+            activation: tl.constexpr = GLU.activation
+            values = activated(values, activation)
     return values
 
 
