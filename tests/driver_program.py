@@ -33,6 +33,7 @@ from localllm.kernels.gpu import check_cases  # noqa: E402
 from localllm.kernels.gpu.check import launches_of  # noqa: E402
 from localllm.kernels.gpu.ctypes_driver import CtypesDriver  # noqa: E402
 from localllm.kernels.gpu.launch import KernelLaunch  # noqa: E402
+from localllm.kernels.sizes import Glu  # noqa: E402
 
 
 class Launched:
@@ -70,7 +71,7 @@ def error_of(act: Any) -> str:
 def main() -> None:
     theirs, ours = CudaDriver(), CtypesDriver()
     driver.set_active(theirs)
-    few = replace(check_cases.SMALL, groups=(), attention=(), activations=("silu",))
+    few = replace(check_cases.SMALL, groups=(), attention=(), glus=(Glu("silu"),))
     all_kinds = replace(check_cases.SMALL, groups=(64,), row_counts=(1,))
     launches, _ = launches_of(torch.device("cpu"), all_kinds if "all" in sys.argv else few)
     differing, seen, both = list[str](), set[str](), (theirs, ours)

@@ -257,7 +257,7 @@ def test_a_plan_made_anew_does_not_count_the_hosts_blocks_twice(
 def test_too_little_memory_beside_the_card_names_the_smallest_that_would_do() -> None:
     flags = ("plan", "llama-3.1-8b", "--vram", "3GiB", "--weights", "int4")
     result = run_cli(*flags, "--ram", "300MiB")
-    assert result.code == 4 and "cannot be packed in 300.0 MiB" in result.err
+    assert result.code == 4 and "does not fit into 300.0 MiB of memory beside the GPU" in result.err
     least = result.err.split("--ram ")[1].split()[0]
     assert run_cli(*flags, "--ram", least).code == 0
 
