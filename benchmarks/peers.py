@@ -157,6 +157,8 @@ def fitting(arguments: argparse.Namespace, shape: Mapping[str, Any], free_bytes:
     """Return the shape with as many of its layers as both localllm and llama.cpp have memory for beside each other."""
     for layers in range(shape["num_hidden_layers"], 0, -1):
         cut = {**shape, "num_hidden_layers": layers}
+        if "layer_types" in shape:
+            cut["layer_types"] = shape["layer_types"][:layers]
         sides = contenders(arguments, cut, Path())
         if sum(side.needed_bytes for side in sides if side.name in (OURS, LLAMA)) <= free_bytes:
             return cut
