@@ -279,9 +279,9 @@ def least_cpu_s(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def test_every_model_of_the_registry_is_planned_while_python_counts_to_three_million() -> None:
-    """Which takes 96 ms where the largest plan takes 42, and more beside other work."""
-    most_s = least_cpu_s(lambda: sum(1 for _ in range(3_000_000)))
+def test_every_model_of_the_registry_is_planned_while_python_counts_to_two_million() -> None:
+    """Which takes 42 ms where the largest plan takes 22: 50 were to be the most there."""
+    most_s = least_cpu_s(lambda: sum(1 for _ in range(2_000_000)))
     searches = {name: replace(search("mistral-7b", 8), shape=registry_shape(name)) for name in shipped_shapes()}
     for name, of in searches.items():
         assert least_cpu_s(partial(check_best, of)) < most_s, name

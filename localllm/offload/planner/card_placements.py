@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, NamedTuple, cast
 
 from localllm.offload.placement import GRAPH_ROOMS, LEAST_SLOTS, NEVER, BlockPlacement, ExpertSlots
@@ -185,6 +185,11 @@ class CardPlacements:
         return mlp + (attention if amount.kv_layers == self._num_layers else max(attention, mlp))
 
     @cached_property
+    def _loading_bytes(self) -> int:
+        """The bytes of the ring through which all blocks come from the disk."""
+        return ring_bytes([block.num_bytes for block in (*self.shape.blocks, self.shape.head)])
+
+    @cached_property
     def _block_bytes(self) -> tuple[int, int]:
         """The sizes of the largest attention block and of the largest MLP: where layers differ, more is free."""
         attention, mlp = (max(block.num_bytes for block in self.shape.blocks[kind::2]) for kind in (0, 1))
@@ -232,6 +237,7 @@ class CardPlacements:
                 mlp = base.mlp._replace(computed=computed, split=split, streamed=free - computed)
                 return replace(base, mlp=mlp, split_bytes=base.split_bytes if split else 0)
 
+            @cache
             def step_s(computed: int) -> float:
                 return self._costs(amount, choice(computed)).decode_s(amount.ctx // 2, amount.sequences)
 
@@ -373,7 +379,7 @@ class CardPlacements:
             "program": self.machine.memory.program_bytes,
             "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * layers // self._num_layers,
             "states": amount.sequences * shape.recurrent_bytes * layers // self._num_layers,
-            "loading": ring_bytes([block.num_bytes for block in (*shape.blocks, shape.head)]),
+            "loading": self._loading_bytes,
         }
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:

@@ -157,11 +157,18 @@ class ModelShape:
 
     def expert_growth(self, tokens: int) -> float:
         """Return how many times as many experts a step of so many tokens is computed by as one of a single token."""
-        active = sum(experts.active for _, experts in self.mixtures)
-        return sum(experts.expected(tokens) for _, experts in self.mixtures) / max(1, active)
+        if tokens not in self._expert_growths:
+            active = sum(experts.active for _, experts in self.mixtures)
+            wanted = sum(experts.expected(tokens) for _, experts in self.mixtures)
+            self._expert_growths[tokens] = wanted / max(1, active)
+        return self._expert_growths[tokens]
 
     @cached_property
     def _read_shares(self) -> dict[int, float]:
+        return {}
+
+    @cached_property
+    def _expert_growths(self) -> dict[int, float]:
         return {}
 
     @property
