@@ -34,9 +34,10 @@ from localllm.hub import ModelFiles, locate
 from localllm.kernels.gpu.ready import why_not
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.families import load_config, parse_config
 from localllm.models.gpu_program import GpuProgram
-from localllm.models.layout import BlockLayout, block_layouts, model_bytes
+from localllm.models.layout import BlockLayout
 from localllm.models.packed_file import PackedFile
 from localllm.models.shapes import shipped_shapes
 from localllm.offload.planner.machine import CardMemory

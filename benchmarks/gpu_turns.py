@@ -14,8 +14,9 @@ from benchmarks import gpu_table
 from benchmarks.gpu_engines import model_config, sized
 from benchmarks.gpu_table import ACCELERATE, DEEPEST, FEW, LOOPS, MANY, MODEL, Row
 from benchmarks.peers_protocol import UnavailableError, Worker
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
-from localllm.models.layout import HEAD, block_layouts
+from localllm.models.layout import HEAD
 from localllm.models.shapes import shipped_shapes
 
 Add = Callable[[Sequence[Row]], None]

@@ -36,8 +36,8 @@ from benchmarks.random_files import random_model
 from localllm.config import user_directories
 from localllm.engine.weights import compact_form
 from localllm.hub import ModelFiles
+from localllm.models.block_layouts import model_bytes
 from localllm.models.families import parse_config
-from localllm.models.layout import model_bytes
 from localllm.models.shapes import shipped_shapes
 from localllm.quant.recipe import RECIPES
 

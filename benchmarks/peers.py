@@ -24,8 +24,8 @@ import psutil
 
 from benchmarks.measure import DOCS, RESULTS, known, machine, markdown_table, paired, save, spread, write_section
 from benchmarks.peers_protocol import UnavailableError, Worker
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
-from localllm.models.layout import block_layouts
 from localllm.models.shapes import shipped_shapes
 
 MODELS = (

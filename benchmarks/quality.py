@@ -34,11 +34,11 @@ from localllm.hub.names import TINY_DIRECTORY
 from localllm.kernels import reference, tile16
 from localllm.kernels.sizes import INT8_GROUP
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import load_decoder
 from localllm.quant import hqq
 from localllm.quant.dense import Dense

@@ -15,8 +15,8 @@ from localllm import hub
 from localllm.bench.random_model import RandomBlocks, word_vocabulary
 from localllm.hub import ModelFiles
 from localllm.hub.packed import PACKED_INDEX, packed_directory, packed_of_folder, packed_root, source_id
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import load_config, parse_config
-from localllm.models.layout import block_layouts
 from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import NewFile, write_block
 from localllm.quant.recipe import Recipe

@@ -37,7 +37,7 @@ from localllm.engine.speculative.choice import Speculate
 from localllm.engine.speculative.drafter import Draft
 from localllm.engine.speculative.head_drafter import HeadDrafter
 from localllm.engine.speculative.speculator import Speculation, speculation
-from localllm.models.layout import block_layouts
+from localllm.models.block_layouts import block_layouts
 from localllm.models.load import BlockTensors, DecoderParts
 from localllm.quant.recipe import RECIPES
 

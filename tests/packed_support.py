@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from localllm.hub.packed import PACKED_INDEX
+from localllm.models.block_layouts import block_layouts
 from localllm.models.convert import convert
 from localllm.models.decoder import Decoder
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts
 from localllm.models.packed import PackedModel, PackedPlan
 from localllm.offload.streaming.kernel_reads import KernelReads
 from localllm.quant.recipe import recipe

@@ -21,8 +21,8 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import Timings
 from localllm.engine.step_types import Chunk
 from localllm.kernels import kv_page
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.families import parse_config
-from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.shapes import Shape
 from localllm.offload.measurements import roofline as floors
 from localllm.offload.streaming.host_buffer import host_buffer

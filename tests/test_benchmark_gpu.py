@@ -15,8 +15,8 @@ from benchmarks import gpu
 from benchmarks.gpu_engines import sized
 from benchmarks.gpu_table import Row
 from benchmarks.peers_protocol import REPOSITORY
+from localllm.models.block_layouts import model_bytes
 from localllm.models.families import parse_config
-from localllm.models.layout import model_bytes
 from localllm.quant.recipe import RECIPES
 from tests.patience import PATIENCE_S
 

@@ -20,8 +20,8 @@ from localllm.errors import DoesNotFitError, LocalLLMError
 from localllm.hub.locks import LOCK, exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models import convert as convert_module
+from localllm.models.block_layouts import model_bytes
 from localllm.models.families import load_config
-from localllm.models.layout import model_bytes
 from localllm.models.packed_file import needs_conversion
 from localllm.quant.recipe import recipe
 from tests.forks import ended, in_child, started

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts, model_bytes
 from localllm.quant.recipe import recipe
 from tests.packed_support import resized
 
@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from localllm.models.convert import convert
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts
+from localllm.models.block_layouts import block_layouts
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import recipe
 

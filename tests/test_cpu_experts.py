@@ -31,8 +31,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import Glu, Weights, most_blocks
+from localllm.kernels.sizes import Glu, RouterConfig, Weights, most_blocks
 from localllm.quant.layouts import TABLES
 
 HOST_ISAS = cpu_isa.host_isas()

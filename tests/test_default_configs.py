@@ -10,8 +10,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
-from localllm.models.layout import block_layouts
 from localllm.registry import FAMILIES
 
 # Text models that transformers builds as a part of another one alone, and what it has no defaults for.

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import CheckpointError
-from localllm.models.layout import EMBED, BlockLayout, block_layouts
+from localllm.models.block_layouts import block_layouts
+from localllm.models.layout import EMBED, BlockLayout
 from localllm.models.packed import PackedModel
 from localllm.quant.recipe import recipe
 from tests.packed_support import FORMATS, open_packed, pack, spoil

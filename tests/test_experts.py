@@ -23,9 +23,9 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.errors import CheckpointError, DoesNotFitError
 from localllm.hub.packed import PACKED_INDEX
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
 from localllm.models.kept_uses import USES, keep_uses, kept_uses
-from localllm.models.layout import block_layouts
 from localllm.models.load import DecoderParts
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.models.packed import PackedModel, PackedPlan

@@ -14,11 +14,12 @@ from localllm import Engine, Request, SamplingParams
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.models import block_source
+from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.decoder import without
 from localllm.models.families import load_config
-from localllm.models.layout import EMBED, HEAD, block_layouts
+from localllm.models.layout import EMBED, HEAD
 from localllm.quant.recipe import RECIPES, recipe
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint

@@ -21,8 +21,9 @@ from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
 from localllm.layers.config import AltUpConfig, AttentionConfig, DeltaNetConfig, QueryGrowth
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
-from localllm.models.layout import COEFFICIENTS, block_layouts
+from localllm.models.layout import COEFFICIENTS
 from localllm.models.rope_fields import FULL, LINEAR
 from tests.gguf_metadata import (
     ARCHITECTURES,

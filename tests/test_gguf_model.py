@@ -21,11 +21,11 @@ from localllm.engine.step_types import Chunk
 from localllm.engine.validation import require_unchanged
 from localllm.errors import CheckpointError, ModelChangedError, TemplateError
 from localllm.gguf.folder import GgufModel
+from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.kept_weights import kept_weights
-from localllm.models.layout import block_layouts
 from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig

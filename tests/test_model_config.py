@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import Glu
+from localllm.kernels.sizes import Glu, RouterConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S

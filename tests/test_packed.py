@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from localllm.errors import CheckpointError
 from localllm.hub.packed import PACKED_INDEX
 from localllm.models import packed_file
+from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.checkpoints.safetensors_file import SafetensorsFile
 from localllm.models.families import load_config
-from localllm.models.layout import block_layouts
 from localllm.models.load import load_decoder
 from localllm.models.packed_file import needs_conversion
 from localllm.offload.streaming import disk_read

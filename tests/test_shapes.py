@@ -13,8 +13,8 @@ from localllm.engine.placement import model_shape
 from localllm.errors import ModelNotFoundError
 from localllm.layers.config import RopeConfig
 from localllm.models.architecture import LayerConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
-from localllm.models.layout import block_layouts
 from localllm.models.shapes import SHAPES, Shape, find_shape
 from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.plan import GIB

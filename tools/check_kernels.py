@@ -55,8 +55,7 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Glu, Weights
+from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Glu, RouterConfig, Weights
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.

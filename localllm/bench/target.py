@@ -21,8 +21,8 @@ from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
 from localllm.layers.moe import MoE
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.decoder import Decoder
-from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.load import load_decoder
 from localllm.models.shapes import Shape
 from localllm.offload.planner.plan import JobShape

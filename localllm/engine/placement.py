@@ -13,8 +13,9 @@ from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
 from localllm.layers.config import MoEConfig
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.capabilities import can_be_split, can_have_slots, native_row_bytes, runs_natively
-from localllm.models.layout import BlockLayout, block_layouts
+from localllm.models.layout import BlockLayout
 from localllm.models.packed_file import PackedFile
 from localllm.offload.planner.hit_curve import usual_curve
 from localllm.offload.planner.machine import Memory

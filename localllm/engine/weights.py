@@ -12,11 +12,11 @@ from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.block_source import CheckpointBlocks, blocks_at_once, held_bytes, stored_config
 from localllm.models.checkpoints.checkpoint import Checkpoint, is_quantized
 from localllm.models.families import load_config
 from localllm.models.kept_weights import kept_weights
-from localllm.models.layout import block_layouts, model_bytes
 from localllm.models.packed_file import needs_conversion
 from localllm.offload.planner.fit_errors import cannot_be_packed, more_of
 from localllm.offload.planner.model_shape import Packing

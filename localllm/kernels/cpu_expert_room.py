@@ -17,8 +17,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.expert_block import BLOCK_WORDS
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import TILE, Glu, Weights, most_blocks
+from localllm.kernels.sizes import TILE, Glu, RouterConfig, Weights, most_blocks
 
 SMALLEST_GROUP = 16  # of columns that share a scale
 

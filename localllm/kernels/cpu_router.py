@@ -17,7 +17,7 @@ from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_quantize import inverse_rms
 from localllm.kernels.expert_block import load_word
-from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import RouterConfig
 
 EXPERTS_AT_ONCE = 4  # rows of the matrix that a thread multiplies side by side: so many sums do not wait for another
 TAKEN = -(1 << 31)  # the key of an expert that is no longer to be had; no float's

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8, tile16
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import Glu
+from localllm.kernels.sizes import Glu, RouterConfig
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Sizes that kernels and plans share: of a tile, a page, a table's row. Needs no torch."""
+"""What kernels and plans share: sizes of a tile, a page, a table's row, and what weights, gates, routers and states
+are. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ MAX_ROWS = 8  # of a product with bf16 weights; above, the library's GEMM has mo
 
 UNIT, UNIT_BYTES = 128, 192  # columns of bf12
 _EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6000 is
+
+Scores = Literal["softmax", "sigmoid", "chosen", "sparsemixer"]
 
 PAGE_TOKENS = 64
 GROUP = 32  # features of keys and values that share a scale, and that a rotation mixes
@@ -78,6 +81,33 @@ class Glu:
     has_gate: bool = True
     limit: float | None = None
     up_offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a mixture's logits [num_experts] become the `top_k` experts that compute a token, and their weights.
+
+    scores: softmax or sigmoid of all logits, a softmax over the chosen logits only (`chosen`), or SparseMixer
+    (arXiv:2310.00811), which chooses one expert after another, each by a softmax over those within `jitter` of it.
+    has_correction: a vector [num_experts] is added to the scores for the choice, not for the weights.
+    groups, top_groups: experts are chosen from the `top_groups` groups whose two best scores have the largest sum.
+    normalizes: weights are divided by max(their sum + sum_epsilon, sum_floor).
+    scale: multiplies the weights at last.
+    has_expert_scales: a vector [num_experts] does, too, each expert's number its weight.
+    """
+
+    scores: Scores
+    num_experts: int
+    top_k: int
+    has_correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    normalizes: bool = False
+    sum_epsilon: float = 0.0
+    sum_floor: float = 0.0
+    scale: float = 1.0
+    jitter: float = 0.0
+    has_expert_scales: bool = False
 
 
 CENTRED = tuple(range(-8, 8))  # the table of 4-bit codes that stand for themselves less 8

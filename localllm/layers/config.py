@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import DeltaShape, Glu, KVShape
+from localllm.kernels.sizes import DeltaShape, Glu, KVShape, RouterConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]

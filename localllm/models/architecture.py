@@ -120,8 +120,8 @@ class ModelConfig:
 
     @property
     def is_tied(self) -> bool:
-        """Return whether the first block has the head's matrix. Where tokens have embeddings for each layer, that has
-        those, and the token embedding is looked up in the head."""
+        """Return whether the first block has the head's matrix. A model with embeddings for each layer has those there,
+        and looks its tokens up in the matrix of the head."""
         return self.tie_word_embeddings and self.per_layer is None
 
     @cached_property

@@ -15,6 +15,7 @@ from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.kernels.sizes import TILE
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.checkpoints.safetensors_file import allocate
 from localllm.models.layout import (
@@ -26,7 +27,6 @@ from localllm.models.layout import (
     Matrix,
     Record,
     Vector,
-    block_layouts,
 )
 from localllm.quant.layouts import ITEM_BYTES, Sizes, StackedLayout, WeightLayout, torch_dtype
 

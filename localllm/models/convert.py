@@ -22,10 +22,11 @@ from localllm.errors import CheckpointError, DoesNotFitError, Fix, LocalLLMError
 from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.repo_cache import free_bytes, sync_directory
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.block_source import CheckpointBlocks, blocks_at_once
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
-from localllm.models.layout import BlockLayout, block_layouts, model_bytes
+from localllm.models.layout import BlockLayout
 from localllm.models.load import Progress
 from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, read_index, write_block

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.checkpoints.checkpoint import Checkpoint
-from localllm.models.layout import BlockLayout, Matrix, block_layouts
+from localllm.models.layout import BlockLayout, Matrix
 from localllm.quant.layouts import (
     DEFAULT,
     KEPT,

@@ -21,10 +21,11 @@ from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
+from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.block_source import BlockSource
 from localllm.models.decoder import ALL_RESIDENT, Block, BlockStream, Decoder
 from localllm.models.expert_records import ExpertRecords, PooledExperts, RecordForm, SlottedExperts, new_linear
-from localllm.models.layout import COEFFICIENTS, EXPERTS, BlockLayout, block_layouts, model_bytes
+from localllm.models.layout import COEFFICIENTS, EXPERTS, BlockLayout
 from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from localllm.layers.linear import RowLookup
+from localllm.models.block_layouts import block_layouts
 from localllm.models.decoder import ALL_RESIDENT, AllResident, BlockStream, Decoder
 from localllm.models.disk_embedding import DiskEmbedding
 from localllm.models.expert_records import new_linear
 from localllm.models.kept_uses import keep_uses
-from localllm.models.layout import EMBED, EXPERTS, HEAD, BlockLayout, block_layouts
+from localllm.models.layout import EMBED, EXPERTS, HEAD, BlockLayout
 from localllm.models.load import BlockTensors, DecoderParts, Progress
 from localllm.models.packed import PackedModel
 from localllm.models.split_mlp import split_block, split_features

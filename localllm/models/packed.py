@@ -25,9 +25,10 @@ from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
 from localllm.layers.config import AttentionConfig, Mixer, MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
+from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import add_to_digest
 from localllm.models.disk_embedding import DiskEmbedding
-from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, SHARED_CHECKSUM, BlockLayout, block_layouts
+from localllm.models.layout import CHECKSUM_BYTES, EXPERTS, SHARED_CHECKSUM, BlockLayout
 from localllm.models.packed_file import CHECKSUM, DTYPES, LAYOUT_VERSION, PackedFile, read_index, read_tensor
 from localllm.offload.streaming.disk_read import READERS, FileRead, cached_share, read_into
 from localllm.offload.streaming.disk_stream import StreamedFile

@@ -26,8 +26,7 @@ from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.ready import Ways
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import CENTRED, Glu, Weights, most_blocks
+from localllm.kernels.sizes import CENTRED, Glu, RouterConfig, Weights, most_blocks
 from tests.gpu.test_products import exact_product, matrix_of
 from tests.thinning import every_other
 

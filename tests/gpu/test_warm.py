@@ -22,7 +22,7 @@ from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu import product
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.product import Dispatch
-from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import RouterConfig
 from localllm.models.families import load_config
 from localllm.models.gpu_program import GpuProgram
 from localllm.quant.recipe import RECIPES

@@ -27,8 +27,7 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.router import RouterConfig
-from localllm.kernels.sizes import DeltaShape, Glu
+from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig
 from tests.simulated_card.device import SimulatedCard
 
 

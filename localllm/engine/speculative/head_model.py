@@ -19,7 +19,7 @@ from localllm.engine.weights import open_checkpoint
 from localllm.errors import CheckpointError
 from localllm.hub import ModelFiles
 from localllm.models.architecture import ModelConfig
-from localllm.models.layout import block_layouts
+from localllm.models.block_layouts import block_layouts
 from localllm.models.load import BlockTensors, DecoderParts
 from localllm.quant.recipe import Recipe
 

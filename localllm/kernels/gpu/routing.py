@@ -20,7 +20,7 @@ from torch import Tensor
 from localllm.kernels.gpu.activations import Codes, code_row
 from localllm.kernels.gpu.gemv import fetch_lines
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.router import RouterConfig
+from localllm.kernels.sizes import RouterConfig
 
 _COLUMNS_A_WARP = 2048  # of a row whose codes are made: 64 values a thread, for more threads choose more slowly
 _HALVINGS = 7  # of the lanes of a sum, four columns a thread of a warp

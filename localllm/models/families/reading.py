@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError, show
-from localllm.kernels.router import RouterConfig, Scores
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import DeltaShape, RouterConfig, Scores
 from localllm.layers.config import (
     MAX_EXPERTS,
     Activation,
