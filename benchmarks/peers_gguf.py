@@ -187,13 +187,10 @@ def _described(path: Path, shape: Mapping[str, Any]) -> gguf.GGUFWriter:
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
         writer.add_sliding_window(shape["sliding_window"])
-        writer.add_expert_count(shape["num_local_experts"])
+    if is_mixture or is_gpt_oss(shape):
+        writer.add_expert_count(shape["num_experts" if is_mixture else "num_local_experts"])
         writer.add_expert_used_count(shape["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(shape["intermediate_size"])
-    if is_mixture:
-        writer.add_expert_count(shape["num_experts"])
-        writer.add_expert_used_count(shape["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(shape["moe_intermediate_size"])
+        writer.add_expert_feed_forward_length(shape["moe_intermediate_size" if is_mixture else "intermediate_size"])
     return writer
 
 

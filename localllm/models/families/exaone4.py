@@ -15,7 +15,6 @@ from localllm.models.families.reading import (
     without_positions,
 )
 from localllm.models.fields import Fields
-from localllm.models.rope_fields import FULL
 
 DEFAULTS: dict[str, object] = {
     "vocab_size": 102400,
@@ -34,7 +33,6 @@ def parse(fields: Fields) -> ModelConfig:
     # Beside layer_types, the pattern may be a word ("LLLG").
     kinds = (declared_kinds(fields) or pattern_kinds(fields)) if has_windows else None
     attentions = read_attentions(fields, kinds, qk_norm="head")
-    if kinds is not None:
-        pairs = zip(attentions, kinds, strict=True)
-        attentions = tuple(without_positions(each) if kind == FULL else each for each, kind in pairs)
+    if has_windows:
+        attentions = tuple(without_positions(each) if each.window is None else each for each in attentions)
     return read_model(fields, dense_layers(attentions, read_mlp(fields), "post"))

@@ -16,7 +16,7 @@ from localllm.chat.thoughts import ALL_MARKS, marks_in_grammar, special_among, s
 from localllm.chat.tool_words import has_calls, in_words, with_arguments
 from localllm.server.errors import RequestError
 from localllm.server.tools.deltas import AnswerParser, Says, ThoughtParser
-from localllm.server.tools.tool_formats import HARMONY, ToolFormat, tool_format_of
+from localllm.server.tools.tool_formats import HARMONY, SHORT_ID, ToolFormat, tool_format_of
 from localllm.server.tools.tool_grammars import tools_lark
 from localllm.server.tools.tool_parser import HarmonyParser, ToolCallParser
 from localllm.server.tools.toolset import Toolset
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-_SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 _OWN_ID = re.compile(r"(?:call|toolu)_(?:[0-9a-f]{24}|\d+_\d+)")  # as the server makes them
 
 
@@ -178,9 +177,9 @@ def _with_ids(message: Message, id_of: Callable[[str], str]) -> Message:
 
 def _short_id(call_id: str) -> str:
     """Return the same short id each time, so that the prefix cache finds the prompt."""
-    if len(call_id) == _SHORT_ID and call_id.isalnum() and call_id.isascii():
+    if len(call_id) == SHORT_ID and call_id.isalnum() and call_id.isascii():
         return call_id
-    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:_SHORT_ID]
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:SHORT_ID]
 
 
 def _with_thinking(message: Message) -> Message:

@@ -110,10 +110,10 @@ class ToolFormat:
 
     def _numbered(self, index: int) -> str:
         mark, pattern = self.call_id
-        return f"{mark}{index:0>{_SHORT_ID if self.has_short_ids else 1}}" if pattern else ""
+        return f"{mark}{index:0>{SHORT_ID if self.has_short_ids else 1}}" if pattern else ""
 
 
-_SHORT_ID = 9  # letters and digits, as Mistral's templates demand
+SHORT_ID = 9  # letters and digits, as Mistral's templates demand
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _TAGGED = (f'{_TAG}\n{{"name": "', '", "arguments": ', f"}}\n{_END_TAG}")
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
