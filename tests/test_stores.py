@@ -18,7 +18,7 @@ from localllm.hub.names import TINY_DIRECTORY
 from localllm.hub.repo_cache import RepoCache
 from tests.cli_support import Result, run_cli
 from tests.fake_hub import COMMIT, FakeHub, Fault
-from tests.gguf_support import all_of, write_gguf
+from tests.gguf_support import all_of, tokenizer_metadata, write_gguf
 from tests.hub.support import QUICK, use
 from tests.server.support import running
 
@@ -125,6 +125,17 @@ def test_a_model_of_ollama_is_listed_run_and_never_written(home: Path, tiny: Pat
     freed = run_cli("rm", "ollama:llama3.2", "--packed", "--yes", "--json").json["freed_bytes"]
     assert freed == packed and listed()["ollama:llama3.2"]["packed"] == []
     assert contents(home / ".ollama") == before
+
+
+def test_a_model_of_ollama_without_a_template_in_its_file_is_told_where_that_is(home: Path, tmp_path: Path) -> None:
+    metadata = tokenizer_metadata(TINY_DIRECTORY) | {"tokenizer.chat_template": None}
+    write_gguf(TINY_DIRECTORY, tmp_path / "bare.gguf", all_of("Q8_0"), metadata)
+    in_ollama(home, "registry.ollama.ai/library/bare/latest", (tmp_path / "bare.gguf").read_bytes(), "template")
+    result = run_cli("run", "ollama:bare", "-p", "Once")
+    assert result.code == 1
+    for said in ("has no chat template", "Ollama keeps it beside the file", "ollama:bare -p Once --raw"):
+        assert said in " ".join(result.err.split())
+    assert run_cli("run", "ollama:bare", "--raw", "-p", "Once", "--max-tokens", "4").code == 0
 
 
 def test_ollamas_names_are_those_that_it_shows(home: Path) -> None:

@@ -5,6 +5,7 @@ Knows what all architectures have; `architectures` knows the rest. The values ar
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -54,6 +55,8 @@ def eos_ids(metadata: Mapping[str, object]) -> list[int]:
     then those of special tokens whose texts are known to end a turn, since many files declare one id alone."""
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     declared = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    listed = metadata.get("tokenizer.ggml.eos_token_ids")  # Ollama's
+    declared += listed if isinstance(listed, list | array) else []
     known: list[object] = []
     if isinstance(tokens, list) and isinstance(kinds, Sequence) and len(kinds) == len(tokens):
         endings = _ENDINGS.difference(inner for outer, inner in _OTHERWISE.items() if outer in tokens)

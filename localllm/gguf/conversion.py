@@ -15,6 +15,7 @@ from localllm.gguf.folder import DESCRIPTION
 from localllm.gguf.header import GgufEntry, GgufHeader, read_floats, read_model
 from localllm.gguf.metadata import Shape
 from localllm.gguf.names import HEAD_NORMS, STACKED, hf_name, holds_weights, stored_form
+from localllm.gguf.ollama import as_llama_cpp
 from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
@@ -26,7 +27,7 @@ def model_files(path: Path) -> dict[str, bytes]:
 
     Raises CheckpointError and TokenizerError for what cannot be read, UnsupportedModelError for what does not run here.
     """
-    headers = read_model(path)
+    headers = tuple(map(as_llama_cpp, read_model(path)))
     metadata = headers[0].metadata
     shapes = {name: tensor.shape for header in headers for name, tensor in header.tensors.items()}
     form = stored_form(str(metadata.get("general.architecture")))

@@ -19,7 +19,7 @@ from localllm.errors import CheckpointError
 from localllm.gguf.header import split_files
 
 DESCRIPTION = "gguf.json"
-_VERSION = 5  # of what is made of a file: grows when something else would be
+_VERSION = 6  # of what is made of a file: grows when something else would be
 
 
 @dataclass(frozen=True, slots=True)

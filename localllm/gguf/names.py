@@ -27,7 +27,8 @@ STACKED = ("altup_proj.weight", "altup_unembd_proj.weight")  # which are matrice
 _NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
 HEAD_NORMS = (".attn_q_norm.", ".attn_k_norm.")
 _NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
-_ENCODERS = ("v", "a", "mm")  # of images and sounds, which Ollama's files have beside the text model
+# What Ollama's files have beside the text model: encoders of images and sounds, and layers for further tokens.
+_BESIDE = ("v", "a", "mm", "mtp", "model")
 _COMMON = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -222,5 +223,5 @@ def holds_weights(name: str) -> bool:
     """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
     that predict further tokens have, nor an encoder of images or sounds."""
     parts = name.split(".")
-    is_other = _NEXT_TOKENS in parts or parts[0] in _ENCODERS or parts[-1] == "input_scale"
+    is_other = _NEXT_TOKENS in parts or parts[0] in _BESIDE or parts[-1] == "input_scale"
     return not is_other and _NO_WEIGHTS.isdisjoint(parts)

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from localllm.errors import CheckpointError, DownloadError, Fix, ModelNotFoundError, UnsupportedModelError
 from localllm.gguf.config import hf_config
+from localllm.gguf.ollama import architecture_of
 from localllm.hub import quants, repo_cache
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
@@ -157,7 +158,7 @@ class _Pull:
                     break
         found = _GGUF_ARCHITECTURE.search(head)
         if found is not None and len(found[2]) >= (size := int.from_bytes(found[1], "little")):
-            metadata = {"general.architecture": found[2][:size].decode("ascii", "replace")}
+            metadata = {"general.architecture": architecture_of(found[2][:size].decode("ascii", "replace"))}
             with suppress(CheckpointError):  # of one that is known: the rest is absent here
                 hf_config(metadata, {"token_embd.weight": (1, 1)}, source=f"{self._cache.repo}/{file.name}")
 

@@ -124,13 +124,7 @@ class ChatTemplate:
             sources = {"default": source} if isinstance(source, str) else source
             special_tokens = tokenizer.special_tokens if tokenizer else special_roles(files.config())
             return cls({**sources, **more}, special_tokens=special_tokens, origin=str(directory / name))
-        place = place_of(directory)
-        where = ", ".join(_SOURCES) if place == directory else "it"
-        raise TemplateError(
-            f"{place} has no chat template",
-            why=f"none in {where}: this is a model that continues text, not one to chat with",
-            fix=Fix.command("run", MODEL, "--raw", "--prompt", "Once upon a time"),
-        )
+        raise _without_template(place_of(directory), directory)
 
     def render(
         self,
@@ -370,6 +364,18 @@ def _from_jinja(files: TokenizerFiles, name: str) -> str:
         return files.text(name, 4 * MAX_SOURCE_CHARS)
     except TokenizerError as error:
         raise TemplateError(error.what, why=error.why, fix=error.fixes) from error
+
+
+def _without_template(place: Path, directory: Path) -> TemplateError:
+    """place: of the model that a user knows; where it is not the folder, a GGUF file."""
+    raw = Fix.command("run", MODEL, "--raw", "--prompt", "Once upon a time")
+    what = f"{place} has no chat template"
+    if place != directory and place.name.startswith("sha256"):  # as Ollama calls its files
+        why = "Ollama keeps it beside the file, in a language of its own; the model's GGUF file on the hub has one"
+    else:
+        where = "it" if place != directory else ", ".join(_SOURCES)
+        why = f"none in {where}: this is a model that continues text, not one to chat with"
+    return TemplateError(what, why=why, fix=raw)
 
 
 def _additional(files: TokenizerFiles) -> dict[str, str]:

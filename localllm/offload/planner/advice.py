@@ -93,7 +93,8 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
         yield better, f"--{better.fast} {cap(needed)}{ctx}: {gain}"
     elif needed <= room.total_bytes:
         kind = "the GPU's memory" if on_card else "memory"
-        yield better, f"free {missing} of {kind} (close other programs): {gain}"
+        raised = f" and give --{better.fast} {cap(needed)}" if plan.limits[plan.fast] < room.most_bytes else ""
+        yield better, f"free {missing} of {kind} (close other programs){raised}: {gain}"
     elif plan.experts is not None and not on_card:  # of a dense model too much is missing to be bought
         yield better, f"{missing} more memory than is free, in a larger machine: {gain}"
     if plan.limits[plan.fast] < room.most_bytes < needed:

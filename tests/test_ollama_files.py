@@ -1,0 +1,234 @@
+"""Files of Ollama's own converter: what they mean is what llama.cpp's file of the same model means."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from localllm import hub
+from localllm.engine.engine import Engine
+from localllm.engine.step_types import Chunk
+from localllm.errors import UnsupportedModelError
+from localllm.gguf.config import eos_ids
+from localllm.gguf.conversion import model_files
+from localllm.gguf.header import GgufEntry, GgufHeader
+from localllm.gguf.ollama import as_llama_cpp
+from localllm.settings import EngineConfig
+from tests.checkpoints import write_checkpoint
+from tests.gguf_support import all_of, experts_in_mxfp4, write_gguf
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_WORDS = {"tokenizer.ggml.pre": None}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What Ollama's converter wrote otherwise.
+
+    keys: without the architecture: the name there, None where it is left out. values: by their whole keys, None where
+    they are left out. parts: of the names of tensors.
+    """
+
+    family: str
+    architecture: str
+    keys: Mapping[str, str | None] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    words: str = "default"
+    config: Mapping[str, object] = field(default_factory=dict)
+
+
+FORMS = {
+    "gptoss": Form(
+        "gpt_oss",
+        "gptoss",
+        {"rope.scaling.type": None, "expert_feed_forward_length": None},
+        NO_WORDS,
+        {"attn_output": "attn_out", "attn_sinks.weight": "attn_sinks", "post_attention_norm": "ffn_norm"},
+        words="gpt-4o",
+    ),
+    "gemma3-without-norm": Form(
+        "gemma3",
+        "gemma3",
+        {
+            "rope.freq_base": "rope.global.freq_base",
+            "rope.freq_base_swa": "rope.local.freq_base",
+            "attention.layer_norm_rms_epsilon": None,
+        },
+        {"gemma3.vision.block_count": 27},
+        beside=("v.blk.0.attn_q.weight", "mm.mm_input_projection.weight"),
+    ),
+    "gemma3-scaled": Form(
+        "gemma3",
+        "gemma3",
+        {"rope.scaling.type": None, "rope.scaling.factor": None, "rope.freq_base": None, "rope.freq_base_swa": None},
+        beside=("v.blk.0.attn_q.weight",),
+        config={
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3n": Form(
+        "gemma3n", "gemma3n", {"rope.freq_base_swa": "rope.freq_base_local", "attention.key_length": "head_dim"}
+    ),
+    "gemma4": Form(
+        "gemma4-experts",
+        "gemma4",
+        parts={"ffn_down_exps.scale": "ffn_gate_inp.per_expert_scale"},
+        beside=("a.blk.0.attn_q.weight", "v.clamp_data", "model.vision_tower.std_bias"),
+    ),
+    "mistral3": Form(
+        "ministral3",
+        "mistral3",
+        {
+            "rope.scaling.yarn_beta_fast": "rope.scaling.beta_fast",
+            "rope.scaling.yarn_beta_slow": "rope.scaling.beta_slow",
+            "rope.scaling.yarn_log_multiplier": "rope.scaling.mscale_all_dim",
+            "attention.temperature_scale": "rope.scaling_beta",
+        },
+        {"tokenizer.ggml.pre": "default"},
+        words="tekken",
+    ),
+    "olmo3": Form("olmo3", "olmo3"),
+    "qwen25vl": Form("qwen2_5_vl", "qwen25vl", beside=("v.blk.0.attn_q.weight",)),
+    "qwen35": Form(
+        "qwen3_5",
+        "qwen35",
+        values={"qwen35.attention.head_count_kv": [0, 0, 0, 2]},
+        parts={"ssm_dt.bias": "ssm_dt"},
+        beside=("v.blk.0.attn_qkv.weight", "mtp.layers.0.attn_q.weight"),
+    ),
+}
+
+
+def write_pair(tmp_path: Path, form: Form) -> tuple[Path, Path]:
+    """Write llama.cpp's file of a small model and Ollama's, and return where they are."""
+    folder, plain, own = tmp_path / "checkpoint", tmp_path / "plain.gguf", tmp_path / "own.gguf"
+    write_checkpoint(folder, form.family, **form.config)
+    write_gguf(folder, plain, experts_in_mxfp4() if form.family == "gpt_oss" else all_of("F32"))
+    rewrite(plain, plain, values={"tokenizer.ggml.pre": form.words})
+    rewrite(plain, own, form.architecture, form.keys, form.values, form.parts, form.beside)
+    return plain, own
+
+
+def rewrite(
+    path: Path,
+    to: Path,
+    architecture: str | None = None,
+    keys: Mapping[str, str | None] = NOTHING,
+    values: Mapping[str, object] = NOTHING,
+    parts: Mapping[str, str] = NOTHING,
+    beside: tuple[str, ...] = (),
+) -> None:
+    """Write a file again in another form: see `Form`."""
+    reader = gguf.GGUFReader(path)
+    name = reader.fields["general.architecture"].contents()
+    own = architecture or name
+    writer = gguf.GGUFWriter(to.with_suffix(".new"), own)
+    for key, each in reader.fields.items():
+        part = key.removeprefix(f"{name}.")
+        renamed = key if part == key else f"{own}.{keys.get(part, part)}"
+        is_gone = part in keys and keys[part] is None
+        if not (key.startswith("GGUF.") or key == "general.architecture" or is_gone or renamed in values):
+            writer.add_key_value(renamed, each.contents(), each.types[0], each.types[-1])
+    for key, value in values.items():
+        if value is not None:
+            kinds = {int: "UINT32", str: "STRING", list: "ARRAY"}
+            kind = gguf.GGUFValueType[kinds[type(value)]]
+            writer.add_key_value(key, value, kind, gguf.GGUFValueType.UINT32)
+    for tensor in reader.tensors:
+        renamed = renamed_tensor(tensor.name, parts)
+        writer.add_tensor(renamed, tensor.data.copy(), raw_dtype=tensor.tensor_type)
+    for extra in beside:
+        writer.add_tensor(extra, torch.zeros(2, 2).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    to.with_suffix(".new").replace(to)
+
+
+def renamed_tensor(name: str, parts: Mapping[str, str]) -> str:
+    part = next((each for each in parts if f".{each}" in name), None)
+    return name if part is None else name.replace(f".{part}", f".{parts[part]}")
+
+
+@pytest.mark.parametrize("name", FORMS)
+@torch.inference_mode()
+def test_a_file_of_ollamas_is_the_model_that_llama_cpps_is(name: str, tmp_path: Path) -> None:
+    both = write_pair(tmp_path, FORMS[name])
+    plain, own = ({file: json.loads(text) for file, text in model_files(path).items()} for path in both)
+    assert own["config.json"] == plain["config.json"]
+    assert own["tokenizer.json"] == plain["tokenizer.json"]
+    assert own["tokenizer_config.json"] == plain["tokenizer_config.json"]
+    loaded = [Engine.load(hub.locate(str(path)), EngineConfig(device="cpu", dtype="fp32")) for path in both]
+    ids = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected, found = (
+        engine.runner.forward([Chunk(ids, engine.residency.new_kv(len(ids)), len(ids), all_logits=True)])
+        for engine in loaded
+    )
+    assert torch.equal(expected, found)
+
+
+def test_the_first_conversion_of_gpt_oss_is_refused(tmp_path: Path) -> None:
+    _, own = write_pair(tmp_path, FORMS["gptoss"])
+    rewrite(own, own, parts={"ffn_gate_exps": "ffn_gate_up_exps", "ffn_up_exps": "ffn_gate_up_exps.other"})
+    with pytest.raises(UnsupportedModelError, match="a form that is not read") as caught:
+        model_files(own)
+    assert "Ollama's first conversion of gpt-oss" in str(caught.value.why)
+    assert "ollama pull gpt-oss" in str(caught.value.fix)
+
+
+def header(architecture: str, rows: int = 4, **tokenizer: object) -> GgufHeader:
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    entry = GgufEntry("token_embd.weight", "F32", (rows, 2), 0, rows * 8)
+    return GgufHeader(Path("x.gguf"), {"general.architecture": architecture} | metadata, {entry.name: entry}, {})
+
+
+def read(architecture: str, key: str, **tokenizer: object) -> object:
+    return as_llama_cpp(header(architecture, **tokenizer)).metadata.get(f"tokenizer.ggml.{key}")
+
+
+def test_words_of_llama_3_are_known_by_its_ending() -> None:
+    tokens = ["x"] * 128009 + ["<|eot_id|>"]
+    assert read("llama", "pre", tokens=tokens) == "llama-bpe"
+    assert read("llama", "pre", tokens=tokens, pre="default") == "llama-bpe"
+    assert read("llama", "pre", tokens=tokens, pre="smaug-bpe") == "smaug-bpe"
+    assert read("llama", "pre", tokens=tokens[1:]) is None
+    assert read("llama", "pre") is None
+
+
+def test_pieces_of_gemma_3_end_with_the_embedding() -> None:
+    pieces, scores = ["a", "b", "c", "d", "<image_soft_token>"], array("f", range(5))
+    lists = {"tokens": pieces, "scores": scores, "token_type": [1, 1, 1, 1, 4]}
+    assert read("gemma3", "tokens", **lists) == pieces[:4]
+    assert read("gemma3", "scores", **lists) == scores[:4]
+    assert read("gemma3", "token_type", **lists) == [1, 1, 1, 1]
+    assert read("llama", "tokens", **lists) == pieces
+    assert read("gemma3", "add_space_prefix") is False
+    assert read("gemma3", "add_space_prefix", add_space_prefix=True) is True
+
+
+def test_all_ids_that_ollama_lists_end_a_text() -> None:
+    ids = {
+        "tokens": ["a", "b", "c"],
+        "token_type": [3, 3, 1],
+        "eos_token_id": 0,
+        "eos_token_ids": array("i", [0, 2, 9]),
+    }
+    assert eos_ids(header("gpt-oss", **ids).metadata) == [0, 2]
