@@ -401,7 +401,7 @@ def main() -> None:
             sys.exit(f"localllm itself did not run: {error.reason}")
         print_report(model, result)
         if not arguments.no_save:
-            update(f"{model}, a {arguments.gguf} file" if arguments.gguf else model, result)
+            update(f"{model}, a file in {arguments.gguf}" if arguments.gguf else model, result)
 
 
 if __name__ == "__main__":

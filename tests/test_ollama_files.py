@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from localllm import hub
 from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
-from localllm.errors import UnsupportedModelError
+from localllm.errors import CheckpointError, TemplateError, UnsupportedModelError
 from localllm.gguf.config import eos_ids
 from localllm.gguf.conversion import model_files
-from localllm.gguf.header import GgufEntry, GgufHeader
+from localllm.gguf.header import GgufEntry, GgufHeader, read_header
 from localllm.gguf.ollama import as_llama_cpp
 from localllm.settings import EngineConfig
+from localllm.text.chat_template import ChatTemplate
 from tests.checkpoints import write_checkpoint
 from tests.gguf_support import all_of, experts_in_mxfp4, write_gguf
 
@@ -50,6 +51,14 @@ class Form:
     config: Mapping[str, object] = field(default_factory=dict)
 
 
+STRETCHED: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+STRETCHED_KEYS = {"rope.scaling.type": None, "rope.scaling.factor": None}
 FORMS = {
     "gptoss": Form(
         "gpt_oss",
@@ -58,6 +67,28 @@ FORMS = {
         NO_WORDS,
         {"attn_output": "attn_out", "attn_sinks.weight": "attn_sinks", "post_attention_norm": "ffn_norm"},
         words="gpt-4o",
+    ),
+    "gemma3-smallest": Form(
+        "gemma3",
+        "gemma3",
+        {"rope.freq_base": "rope.global.freq_base", "rope.freq_base_swa": "rope.local.freq_base"},
+        {"gemma3.final_logit_softcapping": 30.0},
+    ),
+    "gemma3-stretched-by-yarn": Form(
+        "gemma3",
+        "gemma3",
+        {
+            "rope.freq_base_swa": "rope.local.freq_base",
+            "rope.scaling.yarn_beta_fast": "rope.scaling.beta_fast",
+            "rope.scaling.yarn_beta_slow": "rope.scaling.beta_slow",
+        },
+        config={
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 64.0, "beta_slow": 2.0}
+                | {"rope_theta": 1e6, "original_max_position_embeddings": 64},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
     ),
     "gemma3-without-norm": Form(
         "gemma3",
@@ -70,18 +101,15 @@ FORMS = {
         {"gemma3.vision.block_count": 27},
         beside=("v.blk.0.attn_q.weight", "mm.mm_input_projection.weight"),
     ),
-    "gemma3-scaled": Form(
+    "gemma3-stretched": Form(
         "gemma3",
         "gemma3",
-        {"rope.scaling.type": None, "rope.scaling.factor": None, "rope.freq_base": None, "rope.freq_base_swa": None},
+        STRETCHED_KEYS | {"rope.freq_base": None, "rope.freq_base_swa": None},
         beside=("v.blk.0.attn_q.weight",),
-        config={
-            "max_position_embeddings": 131072,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
+        config=STRETCHED,
+    ),
+    "gemma3-stretched-text": Form(
+        "gemma3", "gemma3", STRETCHED_KEYS | {"rope.freq_base_swa": "rope.local.freq_base"}, config=STRETCHED
     ),
     "gemma3n": Form(
         "gemma3n", "gemma3n", {"rope.freq_base_swa": "rope.freq_base_local", "attention.key_length": "head_dim"}
@@ -148,7 +176,7 @@ def rewrite(
             writer.add_key_value(renamed, each.contents(), each.types[0], each.types[-1])
     for key, value in values.items():
         if value is not None:
-            kinds = {int: "UINT32", str: "STRING", list: "ARRAY"}
+            kinds = {int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
             kind = gguf.GGUFValueType[kinds[type(value)]]
             writer.add_key_value(key, value, kind, gguf.GGUFValueType.UINT32)
     for tensor in reader.tensors:
@@ -185,13 +213,40 @@ def test_a_file_of_ollamas_is_the_model_that_llama_cpps_is(name: str, tmp_path: 
     assert torch.equal(expected, found)
 
 
-def test_the_first_conversion_of_gpt_oss_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "qwen3_5"])
+def test_a_file_of_llama_cpps_means_what_it_meant(family: str, tmp_path: Path) -> None:
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if family == "gpt_oss" else {}
+    write_checkpoint(tmp_path, family, max_position_embeddings=131072, **plain)
+    write_gguf(tmp_path, tmp_path / "plain.gguf", all_of("F32"))
+    header = read_header(tmp_path / "plain.gguf")
+    (read,) = as_llama_cpp([header])
+    assert read.tensors == header.tensors
+    assert {**header.metadata, **read.metadata} == read.metadata
+    assert not any("scaling" in key for key in read.metadata)
+
+
+def test_every_file_of_a_split_model_has_llama_cpps_names(tmp_path: Path) -> None:
+    _, own = write_pair(tmp_path, FORMS["gptoss"])
+    header = read_header(own)
+    later = replace(header, metadata={"split.no": 1})
+    _, read = as_llama_cpp([header, later])
+    assert "blk.0.attn_output.weight" in read.tensors and "blk.0.attn_out.weight" not in read.tensors
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    _, own = write_pair(tmp_path, FORMS["gptoss"])
+    rewrite(own, own, parts={"attn_norm.": "attn_output."})
+    with pytest.raises(CheckpointError) as caught:
+        model_files(own)
+    assert "two tensors blk.0.attn_output.weight" in str(caught.value.why)
+
+
+def test_rows_of_gate_and_up_that_take_turns_are_refused(tmp_path: Path) -> None:
     _, own = write_pair(tmp_path, FORMS["gptoss"])
     rewrite(own, own, parts={"ffn_gate_exps": "ffn_gate_up_exps", "ffn_up_exps": "ffn_gate_up_exps.other"})
     with pytest.raises(UnsupportedModelError, match="a form that is not read") as caught:
         model_files(own)
-    assert "Ollama's first conversion of gpt-oss" in str(caught.value.why)
-    assert "ollama pull gpt-oss" in str(caught.value.fix)
+    assert "rows of gate and up take turns" in str(caught.value.why)
 
 
 def header(architecture: str, rows: int = 4, **tokenizer: object) -> GgufHeader:
@@ -201,7 +256,8 @@ def header(architecture: str, rows: int = 4, **tokenizer: object) -> GgufHeader:
 
 
 def read(architecture: str, key: str, **tokenizer: object) -> object:
-    return as_llama_cpp(header(architecture, **tokenizer)).metadata.get(f"tokenizer.ggml.{key}")
+    (found,) = as_llama_cpp([header(architecture, **tokenizer)])
+    return found.metadata.get(f"tokenizer.ggml.{key}")
 
 
 def test_words_of_llama_3_are_known_by_its_ending() -> None:
@@ -211,6 +267,7 @@ def test_words_of_llama_3_are_known_by_its_ending() -> None:
     assert read("llama", "pre", tokens=tokens, pre="smaug-bpe") == "smaug-bpe"
     assert read("llama", "pre", tokens=tokens[1:]) is None
     assert read("llama", "pre") is None
+    assert read("mistral3", "pre", pre="") == "tekken" and read("gptoss", "pre", pre="gpt-2") == "gpt-4o"
 
 
 def test_pieces_of_gemma_3_end_with_the_embedding() -> None:
@@ -222,6 +279,31 @@ def test_pieces_of_gemma_3_end_with_the_embedding() -> None:
     assert read("llama", "tokens", **lists) == pieces
     assert read("gemma3", "add_space_prefix") is False
     assert read("gemma3", "add_space_prefix", add_space_prefix=True) is True
+
+
+@pytest.mark.parametrize("heads", [[0, 2, 0, 4], [0, 0], [], ["a", ""]])
+def test_heads_of_keys_are_one_number_or_what_the_file_says(heads: list[object]) -> None:
+    key = "qwen35.attention.head_count_kv"
+    (found,) = as_llama_cpp([replace(header("qwen35"), metadata={"general.architecture": "qwen35", key: heads})])
+    assert found.metadata[key] == (heads if heads != ["a", ""] else "a")
+
+
+def test_a_chat_of_gemma_3_has_its_turns() -> None:
+    (found,) = as_llama_cpp([header("gemma3")])
+    template = ChatTemplate(str(found.metadata["tokenizer.chat_template"]), special_tokens={"bos_token": "<bos>"})
+    user, answer = {"role": "user", "content": " a "}, {"role": "assistant", "content": "b\n"}
+    turns = "<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
+    assert template.render([user, answer], add_generation_prompt=False) == f"<bos>{turns}"
+    opened = f"{turns}<start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n"
+    assert template.render([user, answer, user]) == f"<bos>{opened}"
+    system = {"role": "system", "content": "Be brief."}
+    first = "<bos><start_of_turn>user\nBe brief.\n\na<end_of_turn>\n<start_of_turn>model\n"
+    assert template.render([system, user]) == first
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert template.render([system, parts]) == first
+    with pytest.raises(TemplateError) as caught:
+        template.render([user, user])
+    assert "must alternate" in str(caught.value.why)
 
 
 def test_all_ids_that_ollama_lists_end_a_text() -> None:

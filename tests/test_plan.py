@@ -267,14 +267,16 @@ def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> N
     assert advise(whole, whole.best(), None, []) == []
 
 
-def test_memory_to_be_freed_is_named_with_the_cap_that_would_keep_it_out() -> None:
-    it = large()
-    room = search(it, 0, 1024).least_ram_bytes() + (3 << 20)
-    whole = search(it, 1 << 30, 1024).best().total_bytes("ram")
-    for most, is_capped in ((room + (1 << 20), True), (room, False)):
-        wanted = replace(search(it, room, 1024), machine=Machine(Memory(room, 1000, most, 1 << 40), RATES))
-        freed = next(text for text in advise(wanted, wanted.best(), None, []) if text.startswith("free "))
-        assert (f" and give --ram {cap(whole)}: " in freed) is is_capped
+def test_memory_to_be_freed_is_named_with_the_cap_and_the_context_with_which_everything_stays() -> None:
+    it = large(kv_bytes_per_token=6000, default_ctx=8192)
+    room = search(it, 0, 2048).least_ram_bytes()
+    wanted = replace(search(it, room), machine=Machine(Memory(room, 1000, room + (1 << 20), 1 << 40), RATES))
+    texts = advise(wanted, wanted.best(), None, [])
+    flags, freed = next(text.split(":")[0].split(", once ") for text in texts if "close other programs" in text)
+    _, ram, _, ctx = flags.split()
+    ram_bytes = parse_bytes(ram)
+    assert ram_bytes is not None and search(it, ram_bytes, int(ctx)).best().is_whole
+    assert freed.endswith(" more of memory are free (close other programs)")
 
 
 def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:

@@ -133,7 +133,7 @@ def test_a_model_of_ollama_without_a_template_in_its_file_is_told_where_that_is(
     in_ollama(home, "registry.ollama.ai/library/bare/latest", (tmp_path / "bare.gguf").read_bytes(), "template")
     result = run_cli("run", "ollama:bare", "-p", "Once")
     assert result.code == 1
-    for said in ("has no chat template", "Ollama keeps it beside the file", "ollama:bare -p Once --raw"):
+    for said in ("has no chat template", "Ollama does not take it from the file", "ollama:bare -p Once --raw"):
         assert said in " ".join(result.err.split())
     assert run_cli("run", "ollama:bare", "--raw", "-p", "Once", "--max-tokens", "4").code == 0
 

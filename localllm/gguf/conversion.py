@@ -27,7 +27,7 @@ def model_files(path: Path) -> dict[str, bytes]:
 
     Raises CheckpointError and TokenizerError for what cannot be read, UnsupportedModelError for what does not run here.
     """
-    headers = tuple(map(as_llama_cpp, read_model(path)))
+    headers = as_llama_cpp(read_model(path))
     metadata = headers[0].metadata
     shapes = {name: tensor.shape for header in headers for name, tensor in header.tensors.items()}
     form = stored_form(str(metadata.get("general.architecture")))

@@ -27,8 +27,9 @@ STACKED = ("altup_proj.weight", "altup_unembd_proj.weight")  # which are matrice
 _NO_WEIGHTS = frozenset({"rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd"})
 HEAD_NORMS = (".attn_q_norm.", ".attn_k_norm.")
 _NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
-# What Ollama's files have beside the text model: encoders of images and sounds, and layers for further tokens.
-_BESIDE = ("v", "a", "mm", "mtp", "model")
+# What Ollama's files have beside the text model: encoders of images and sounds, some under Hugging Face's names, and
+# layers for further tokens.
+_BESIDE = ("v.", "a.", "mm.", "mtp.", "model.vision_tower.", "model.audio_tower.", "model.embed_")
 _COMMON = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -223,5 +224,5 @@ def holds_weights(name: str) -> bool:
     """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
     that predict further tokens have, nor an encoder of images or sounds."""
     parts = name.split(".")
-    is_other = _NEXT_TOKENS in parts or parts[0] in _BESIDE or parts[-1] == "input_scale"
+    is_other = _NEXT_TOKENS in parts or name.startswith(_BESIDE) or parts[-1] == "input_scale"
     return not is_other and _NO_WEIGHTS.isdisjoint(parts)

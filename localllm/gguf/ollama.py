@@ -1,73 +1,103 @@
-"""Files of Ollama's own converter, told as llama.cpp's would be: older versions of it, whose files its library still
-has, call architectures, keys and tensors otherwise and leave some out.
+"""GGUF files of older versions of Ollama's converter, translated to llama.cpp's names.
 
-Source: what Ollama itself changes as it loads such a file, `llama/compat` in github.com/ollama/ollama.
+Ollama's library still has such files: their architectures, keys and tensors have other names, some keys are missing,
+and some are wrong. Source: what Ollama itself changes as it loads them, `llama/compat` in github.com/ollama/ollama.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from localllm.errors import UnsupportedModelError
-from localllm.gguf.header import GgufEntry, GgufHeader
+from localllm.gguf.header import GgufEntry, GgufHeader, refused
 from localllm.gguf.metadata import Json
 
 _ARCHITECTURES = MappingProxyType({"gptoss": "gpt-oss", "olmo3": "olmo2", "qwen25vl": "qwen2vl"})
-_SLIDING_THETA = "rope.freq_base_swa"
+_YARN_BETAS = {
+    "rope.scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope.scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+}
 _KEYS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "gemma3": {"rope.global.freq_base": "rope.freq_base", "rope.local.freq_base": _SLIDING_THETA},
-        "gemma3n": {"rope.freq_base_local": _SLIDING_THETA, "head_dim": "attention.key_length"},
+        "gemma3": {
+            "rope.global.freq_base": "rope.freq_base",
+            "rope.local.freq_base": "rope.freq_base_swa",
+            **_YARN_BETAS,
+        },
+        "gemma3n": {"rope.freq_base_local": "rope.freq_base_swa", "head_dim": "attention.key_length"},
         "mistral3": {
-            "rope.scaling.beta_fast": "rope.scaling.yarn_beta_fast",
-            "rope.scaling.beta_slow": "rope.scaling.yarn_beta_slow",
             "rope.scaling.mscale_all_dim": "rope.scaling.yarn_log_multiplier",
             "rope.scaling_beta": "attention.temperature_scale",
+            **_YARN_BETAS,
         },
     }
 )
-# What the files of an architecture leave out, where all models of it have the same.
-_ABSENT: Mapping[str, Mapping[str, object]] = MappingProxyType(
+# Keys that Ollama's files of an architecture leave out, with the value of all its models.
+_MISSING: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "gemma3": {"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6},
-        "gpt-oss": {"rope.scaling.type": "yarn"},
+        "gptoss": {"rope.scaling.type": "yarn"},
     }
 )
-_LONG_GEMMA3 = 131072  # the context of the models whose RoPE is scaled: all but the smallest
-_LINEAR = MappingProxyType({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
-_WORDS = MappingProxyType({"gpt-oss": "gpt-4o", "mistral3": "tekken"})
 _PARTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "gpt-oss": {"attn_out.": "attn_output.", "ffn_norm.": "post_attention_norm."},
-        "gemma4": {"ffn_gate_inp.per_expert_scale": "ffn_down_exps.scale"},
+        "gptoss": {".attn_out.": ".attn_output."},
+        "gemma4": {".ffn_gate_inp.per_expert_scale": ".ffn_down_exps.scale"},
     }
 )
-_HEADS = "attention.head_count_kv"  # 0 in Qwen's layers with states
+_MIXED_ROWS = ".ffn_gate_up_exps."  # of gptoss: a row of the gate, then one of up
+_HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+_HEADS = "attention.head_count_kv"  # of hybrids a list, with 0 for each layer that keeps a state
+_WORDS = MappingProxyType({"gptoss": "gpt-4o", "mistral3": "tekken"})
 _LLAMA3_ENDING = 128009, "<|eot_id|>"
-_TOKENIZER = "tokenizer.ggml."
+_TOKENIZER, _TEMPLATE = "tokenizer.ggml.", "tokenizer.chat_template"
 _OF_A_TOKEN = ("tokens", "scores", "token_type")
 
+# Gemma 3: all but the smallest model stretch RoPE by 8. They are known by their context, or by their layers where the
+# file has another context.
+_STRETCHED_CONTEXT, _STRETCHED_LAYERS = 131072, (34, 48, 62)
+_STRETCHED = MappingProxyType({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
+_GEMMA3_KEYS = (
+    "gemma3.rope.local.freq_base",
+    "gemma3.rope.global.freq_base",
+    "gemma3.mm.tokens_per_image",
+    "tokenizer.ggml.add_padding_token",
+    "tokenizer.ggml.add_unknown_token",
+)
+# The turns of Gemma 3; a system message stands in front of the first user's.
+_GEMMA3_TEMPLATE = """\
+{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
+{%- set turns = messages if system is none else messages[1:] -%}
+{{ bos_token }}
+{%- for turn in turns -%}
+{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif -%}
+{{ '<start_of_turn>' + ('model' if turn['role'] == 'assistant' else turn['role']) + '\\n' }}
+{{- system + '\\n\\n' if loop.first and system is not none else '' }}
+{{- ('' + turn['content']) | trim + '<end_of_turn>\\n' }}
+{%- endfor -%}
+{{ '<start_of_turn>model\\n' if add_generation_prompt else '' }}"""
 
-def as_llama_cpp(header: GgufHeader) -> GgufHeader:
-    """Return the header with llama.cpp's names, which errors name then, and with what Ollama's converter left out. One
-    of llama.cpp's stays as it is. Raises UnsupportedModelError for a form that is not read."""
-    name = header.metadata.get("general.architecture")
+
+def as_llama_cpp(headers: Sequence[GgufHeader]) -> tuple[GgufHeader, ...]:
+    """Return the headers of a model's files under llama.cpp's names, with the keys that Ollama's converter left out.
+    Errors use these names. A file of llama.cpp's keeps its meaning.
+
+    Raises UnsupportedModelError for a form that is not read, CheckpointError where two tensors get one name.
+    """
+    name = headers[0].metadata.get("general.architecture")
     if not isinstance(name, str):
-        return header
-    architecture = architecture_of(name)
-    tensors = {each.name: each for each in _tensors(header, architecture)}
-    if name == "gptoss" and any(".ffn_gate_up_exps." in each for each in tensors):
-        why = "in Ollama's first conversion of gpt-oss the rows of gate and up take turns"
-        fix = "ollama pull gpt-oss, which fetches its present form"
-        raise UnsupportedModelError(f"{header.path} has a form that is not read", why=why, fix=fix)
-    metadata = {_key(key, name, architecture): value for key, value in header.metadata.items()}
-    metadata["general.architecture"] = architecture
-    renamed = replace(header, metadata=metadata, tensors=tensors)
-    added = {f"{architecture}.{key}": value for key, value in _absent(renamed, architecture)}
-    return replace(renamed, metadata={**added, **metadata, **_corrected(renamed, architecture)})
+        return tuple(headers)
+    first, *others = (replace(header, tensors=_tensors(header, name)) for header in headers)
+    if name == "gptoss" and any(_MIXED_ROWS in tensor for header in headers for tensor in header.tensors):
+        why = "its experts' rows of gate and up take turns, as Ollama's converter wrote them until October 2025"
+        fix = "pull the model again with Ollama, whose present file has them apart"
+        raise UnsupportedModelError(f"{first.path} has a form that is not read", why=why, fix=fix)
+    return replace(first, metadata=_metadata(first, name)), *others
 
 
 def architecture_of(name: str) -> str:
@@ -75,52 +105,77 @@ def architecture_of(name: str) -> str:
     return _ARCHITECTURES.get(name, name)
 
 
-def _tensors(header: GgufHeader, architecture: str) -> Iterator[GgufEntry]:
-    parts = _PARTS.get(architecture, {})
-    for name, entry in header.tensors.items():
-        part = next((each for each in parts if f".{each}" in name), None)
-        yield entry if part is None else replace(entry, name=name.replace(f".{part}", f".{parts[part]}"))
+def _tensors(header: GgufHeader, name: str) -> Mapping[str, GgufEntry]:
+    renamed: dict[str, GgufEntry] = {}
+    for tensor, entry in header.tensors.items():
+        plain = tensor
+        for own, usual in _PARTS.get(name, {}).items():
+            plain = plain.replace(own, usual)
+        if plain in renamed:
+            raise refused(header.path, f"it has two tensors {plain}")
+        renamed[plain] = replace(entry, name=plain)
+    return renamed
 
 
-def _key(key: str, name: str, architecture: str) -> str:
-    return f"{architecture}.{key.removeprefix(f'{name}.')}" if key.startswith(f"{name}.") else key
+def _metadata(header: GgufHeader, name: str) -> Json:
+    architecture = architecture_of(name)
+    own = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items() if key.startswith(f"{name}.")}
+    shared = {key: value for key, value in header.metadata.items() if not key.startswith(f"{name}.")}
+    usual = {**dict(_missing(header, name, own)), **own, **_key_heads(name, own)}
+    if name == "gemma3" and "rope.global.freq_base" in own:
+        usual["final_logit_softcapping"] = 0.0  # the version that wrote this key added a cap that no Gemma 3 has
+    return {
+        **shared,
+        **{f"{architecture}.{key}": value for key, value in usual.items()},
+        **_words(header, name),
+        **(_gemma3_tokenizer(header) if name in ("gemma3", "gemma3n") else {}),
+        "general.architecture": architecture,
+    }
 
 
-def _absent(header: GgufHeader, architecture: str) -> Iterator[tuple[str, object]]:
-    """Yield the keys that all files of the architecture have by these names, where this one has another name or none:
-    the later ones count."""
-    own = {key.removeprefix(f"{architecture}."): value for key, value in header.metadata.items()}
-    yield from _ABSENT.get(architecture, {}).items()
-    context, has_encoder = own.get("context_length"), any(name.startswith("v.") for name in header.tensors)
-    if architecture == "gemma3" and has_encoder and isinstance(context, int) and context >= _LONG_GEMMA3:
-        yield from _LINEAR.items()
-    yield from ((new, own[old]) for old, new in _KEYS.get(architecture, {}).items() if old in own)
+def _missing(header: GgufHeader, name: str, own: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the keys that may be missing: usual values, then what the file has under another name, which counts more.
+    own: the architecture's keys."""
+    yield from _MISSING.get(name, {}).items()
+    context, layers = own.get("context_length"), own.get("block_count")
+    is_stretched = layers in _STRETCHED_LAYERS or (isinstance(context, int) and context >= _STRETCHED_CONTEXT)
+    if name == "gemma3" and is_stretched and _is_of_ollama(header):
+        yield from _STRETCHED.items()
+    yield from ((usual, own[key]) for key, usual in _KEYS.get(name, {}).items() if key in own)
 
 
-def _corrected(header: GgufHeader, architecture: str) -> Json:
-    """Return the keys that say something else than is meant, as they are meant."""
-    found: Json = {}
-    heads = header.metadata.get(f"{architecture}.{_HEADS}")
-    if architecture.startswith("qwen3") and isinstance(heads, list | array) and heads:
-        found[f"{architecture}.{_HEADS}"] = max(heads)
+def _is_of_ollama(header: GgufHeader) -> bool:
+    """Return whether a file of Gemma 3 is of Ollama's converter: by its encoder, its keys, or one that it lacks."""
+    has_encoder = any(name.startswith(("v.", "mm.")) for name in header.tensors)
+    lacks_epsilon = "gemma3.attention.layer_norm_rms_epsilon" not in header.metadata
+    return has_encoder or lacks_epsilon or any(key in header.metadata for key in _GEMMA3_KEYS)
+
+
+def _key_heads(name: str, own: Mapping[str, object]) -> Json:
+    """Return the heads of keys of a hybrid's layers of attention, where these have the same number."""
+    heads = own.get(_HEADS)
+    if name not in _HYBRIDS or not isinstance(heads, list | array):
+        return {}
+    counts = {count for count in heads if count}
+    return {_HEADS: counts.pop()} if len(counts) == 1 else {}
+
+
+def _words(header: GgufHeader, name: str) -> Json:
+    """Return how the text is cut into words, where the file does not say it."""
     tokens, words = (header.metadata.get(f"{_TOKENIZER}{key}") for key in ("tokens", "pre"))
-    tokens = tokens if isinstance(tokens, list) else []
     index, ending = _LLAMA3_ENDING
-    is_llama3 = architecture == "llama" and tokens[index : index + 1] == [ending]
-    meant = "llama-bpe" if is_llama3 else _WORDS.get(architecture)
-    if meant is not None and words in (None, "default"):
-        found[f"{_TOKENIZER}pre"] = meant
-    if architecture in ("gemma3", "gemma3n"):
-        found |= _gemma3_tokenizer(header)
-    return found
+    is_llama3 = name == "llama" and isinstance(tokens, list) and tokens[index : index + 1] == [ending]
+    meant = "llama-bpe" if is_llama3 else _WORDS.get(name)
+    says_nothing = words in (None, "", "default") or name == "gptoss"
+    return {f"{_TOKENIZER}pre": meant} if says_nothing and meant is not None else {}
 
 
 def _gemma3_tokenizer(header: GgufHeader) -> Json:
-    """Return SentencePiece's pieces without the marks of images behind the last row of the embedding. No space goes in
-    front of a text."""
+    """Return the lists of tokens without those behind the last row of the embedding, which mark images, and the chat
+    template where there is none. No space goes in front of a text."""
     embedding = header.tensors.get("token_embd.weight")
     rows = next(iter(embedding.shape), None) if embedding else None
     lists = {f"{_TOKENIZER}{key}": header.metadata.get(f"{_TOKENIZER}{key}") for key in _OF_A_TOKEN}
     cut: Json = {key: value[:rows] for key, value in lists.items() if isinstance(value, list | array)}
-    prefix = f"{_TOKENIZER}add_space_prefix"
-    return {**cut, prefix: header.metadata.get(prefix, False)}
+    usual = {f"{_TOKENIZER}add_space_prefix": False, _TEMPLATE: _GEMMA3_TEMPLATE}
+    return {**cut, **{key: header.metadata.get(key, value) for key, value in usual.items()}}

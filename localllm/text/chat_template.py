@@ -367,13 +367,14 @@ def _from_jinja(files: TokenizerFiles, name: str) -> str:
 
 
 def _without_template(place: Path, directory: Path) -> TemplateError:
-    """place: of the model that a user knows; where it is not the folder, a GGUF file."""
+    """place: what a user knows the model by: its folder, or its GGUF file."""
     raw = Fix.command("run", MODEL, "--raw", "--prompt", "Once upon a time")
     what = f"{place} has no chat template"
-    if place != directory and place.name.startswith("sha256"):  # as Ollama calls its files
-        why = "Ollama keeps it beside the file, in a language of its own; the model's GGUF file on the hub has one"
+    is_file = place != directory
+    if is_file and place.name.startswith("sha256"):  # as Ollama calls its files
+        why = "Ollama does not take it from the file; where the model has one, its GGUF file on the hub has it too"
     else:
-        where = "it" if place != directory else ", ".join(_SOURCES)
+        where = "it" if is_file else ", ".join(_SOURCES)
         why = f"none in {where}: this is a model that continues text, not one to chat with"
     return TemplateError(what, why=why, fix=raw)
 

@@ -87,14 +87,14 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
     place = "on the GPU" if on_card else "in memory"
     gain = f"{'every block stays' if plan.experts is None or on_card else 'all experts stay'} {place}"
     missing = format_bytes(needed - room.most_bytes)
+    # Of itself it would take a longer context where that costs little of the speed.
+    ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
+    flags = f"--{better.fast} {cap(needed)}{ctx}"
     if needed <= room.most_bytes:
-        # Of itself it would take a longer context where that costs little of the speed.
-        ctx = f" --ctx {plan.ctx}" if search.job is None and plan.ctx < better.shape.default_ctx else ""
-        yield better, f"--{better.fast} {cap(needed)}{ctx}: {gain}"
+        yield better, f"{flags}: {gain}"
     elif needed <= room.total_bytes:
         kind = "the GPU's memory" if on_card else "memory"
-        raised = f" and give --{better.fast} {cap(needed)}" if plan.limits[plan.fast] < room.most_bytes else ""
-        yield better, f"free {missing} of {kind} (close other programs){raised}: {gain}"
+        yield better, f"{flags}, once {missing} more of {kind} are free (close other programs): {gain}"
     elif plan.experts is not None and not on_card:  # of a dense model too much is missing to be bought
         yield better, f"{missing} more memory than is free, in a larger machine: {gain}"
     if plan.limits[plan.fast] < room.most_bytes < needed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from types import MappingProxyType
 
 from localllm.offload.placement import LEAST_SLOTS, NEVER, BlockPlacement, ExpertSlots, Tier
@@ -176,6 +177,19 @@ class HostPlacements:
         streamed = tuple(block for block in self._streamable if block.name not in resident)
         return _Choice(frozenset(resident), streamed, ring_bytes([block.num_bytes for block in streamed], ALIGN_BYTES))
 
+    @cached_property
+    def _evenly(self) -> Callable[[bool, int, int], _Choice]:
+        """Return what makes the placement in which the head stays or not, and so many attention and MLP blocks. Each is
+        made once: every context asks for the same ones."""
+        attention, mlp, head = self.shape.blocks[::2], self.shape.blocks[1::2], self.shape.head
+
+        @cache
+        def choice(keeps_head: bool, attention_count: int, mlp_count: int) -> _Choice:
+            resident = {head.name} if keeps_head else set()
+            return self._choice(resident | _spread(attention, attention_count) | _spread(mlp, mlp_count))
+
+        return choice
+
     def _streaming_least(self, free_bytes: int) -> _Choice | None:
         """Return the placement in which the least is read at every step.
 
@@ -191,8 +205,7 @@ class HostPlacements:
                 streamed_bytes = self.shape.streamable_bytes - kept_bytes - more * mlp_bytes
                 if best is not None and streamed_bytes >= best.streamed_bytes:
                     break
-                resident = {head.name} if head_bytes else set()
-                choice = self._choice(resident | _spread(attention, count) | _spread(mlp, more))
+                choice = self._evenly(head_bytes > 0, count, more)
                 if kept_bytes + more * mlp_bytes + choice.ring_bytes <= free_bytes:
                     best = choice
                     break
