@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,11 +25,12 @@ from localllm.gguf.ollama import as_llama_cpp
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
 from tests.checkpoints import write_checkpoint
-from tests.gguf_support import all_of, experts_in_mxfp4, write_gguf
+from tests.gguf_support import all_of, experts_in_mxfp4, tokenizer_metadata, write_gguf
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
+Locate = Callable[[str], Path]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 NO_WORDS = {"tokenizer.ggml.pre": None}
 
@@ -213,15 +215,17 @@ def test_a_file_of_ollamas_is_the_model_that_llama_cpps_is(name: str, tmp_path: 
     assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3", "gemma3n", "qwen3_5"])
 def test_a_file_of_llama_cpps_means_what_it_meant(family: str, tmp_path: Path) -> None:
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if family == "gpt_oss" else {}
     write_checkpoint(tmp_path, family, max_position_embeddings=131072, **plain)
-    write_gguf(tmp_path, tmp_path / "plain.gguf", all_of("F32"))
+    metadata = tokenizer_metadata(tmp_path) | {"tokenizer.chat_template": None}
+    write_gguf(tmp_path, tmp_path / "plain.gguf", all_of("F32"), metadata)
     header = read_header(tmp_path / "plain.gguf")
     (read,) = as_llama_cpp([header])
     assert read.tensors == header.tensors
     assert {**header.metadata, **read.metadata} == read.metadata
+    assert read.metadata.get("tokenizer.chat_template") == header.metadata.get("tokenizer.chat_template")
     assert not any("scaling" in key for key in read.metadata)
 
 
@@ -304,6 +308,70 @@ def test_a_chat_of_gemma_3_has_its_turns() -> None:
     with pytest.raises(TemplateError) as caught:
         template.render([user, user])
     assert "must alternate" in str(caught.value.why)
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Get the weather.",
+            "parameters": {
+                "type": "object",
+                "required": ["city"],
+                "properties": {
+                    "city": {"type": "string", "description": "Where."},
+                    "days": {"type": "integer", "default": 3},
+                    "unit": {"type": "string", "enum": ["c", "f"]},
+                    "hours": {"type": "array", "items": {"type": "number"}},
+                    "place": {"type": "object"},
+                    "other": {"type": ["string", "null"]},
+                    "exact": {"type": "boolean"},
+                    "more": {},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "Tell the time."}},
+]
+HI, HO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+RULE = {"role": "system", "content": "Be brief."}
+CALL = {
+    "role": "assistant",
+    "thinking": "Hm.",
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+}
+SUN = {"role": "tool", "content": '{"t": 20}'}
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables"),
+    [
+        ([HI], {}),
+        ([HI], {"reasoning_effort": "high"}),
+        ([HI], {"tools": TOOLS}),
+        ([RULE, HI], {}),
+        ([RULE, HI, HO, HI], {"tools": TOOLS}),
+        ([HI, HO], {"add_generation_prompt": False}),
+        ([RULE, HI, CALL, SUN], {"tools": TOOLS}),
+        ([RULE, HI, CALL, SUN, HO, HI], {"tools": TOOLS}),
+    ],
+)
+def test_a_chat_of_gpt_oss_is_that_of_its_makers(
+    messages: list[dict[str, Any]], variables: dict[str, Any], shared_data: Locate
+) -> None:
+    makers = shared_data("chat_templates/jinja/openai-gpt-oss-120b.jinja").read_text()
+    (found,) = as_llama_cpp([header("gptoss")])
+    own, other = (
+        ChatTemplate(source, now=lambda: datetime(2026, 1, 2))
+        for source in (str(found.metadata["tokenizer.chat_template"]), makers)
+    )
+    assert own.render(messages, **variables) == other.render(messages, **variables)
+
+
+def test_a_template_of_the_file_stays() -> None:
+    plain = replace(header("gptoss"), metadata={**header("gptoss").metadata, "tokenizer.chat_template": "own"})
+    assert as_llama_cpp([plain])[0].metadata["tokenizer.chat_template"] == "own"
 
 
 def test_all_ids_that_ollama_lists_end_a_text() -> None:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from localllm.errors import UnsupportedModelError
 from localllm.gguf.header import GgufEntry, GgufHeader, refused
 from localllm.gguf.metadata import Json
+from localllm.gguf.templates import GEMMA3, GPT_OSS
 
 _ARCHITECTURES = MappingProxyType({"gptoss": "gpt-oss", "olmo3": "olmo2", "qwen25vl": "qwen2vl"})
 _YARN_BETAS = {
@@ -60,27 +61,8 @@ _OF_A_TOKEN = ("tokens", "scores", "token_type")
 # file has another context.
 _STRETCHED_CONTEXT, _STRETCHED_LAYERS = 131072, (34, 48, 62)
 _STRETCHED = MappingProxyType({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0})
-_GEMMA3_KEYS = (
-    "gemma3.rope.local.freq_base",
-    "gemma3.rope.global.freq_base",
-    "gemma3.mm.tokens_per_image",
-    "tokenizer.ggml.add_padding_token",
-    "tokenizer.ggml.add_unknown_token",
-)
-# The turns of Gemma 3; a system message stands in front of the first user's.
-_GEMMA3_TEMPLATE = """\
-{%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}
-{%- set turns = messages if system is none else messages[1:] -%}
-{{ bos_token }}
-{%- for turn in turns -%}
-{%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) -%}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{%- endif -%}
-{{ '<start_of_turn>' + ('model' if turn['role'] == 'assistant' else turn['role']) + '\\n' }}
-{{- system + '\\n\\n' if loop.first and system is not none else '' }}
-{{- ('' + turn['content']) | trim + '<end_of_turn>\\n' }}
-{%- endfor -%}
-{{ '<start_of_turn>model\\n' if add_generation_prompt else '' }}"""
+_ONLY_OLLAMAS = (f"{_TOKENIZER}add_padding_token", f"{_TOKENIZER}add_unknown_token")
+_TEMPLATES = MappingProxyType({"gemma3": GEMMA3, "gemma3n": GEMMA3, "gptoss": GPT_OSS})
 
 
 def as_llama_cpp(headers: Sequence[GgufHeader]) -> tuple[GgufHeader, ...]:
@@ -125,6 +107,7 @@ def _metadata(header: GgufHeader, name: str) -> Json:
     if name == "gemma3" and "rope.global.freq_base" in own:
         usual["final_logit_softcapping"] = 0.0  # the version that wrote this key added a cap that no Gemma 3 has
     return {
+        **({_TEMPLATE: _TEMPLATES[name]} if name in _TEMPLATES and _is_of_ollama(header, name) else {}),
         **shared,
         **{f"{architecture}.{key}": value for key, value in usual.items()},
         **_words(header, name),
@@ -139,16 +122,18 @@ def _missing(header: GgufHeader, name: str, own: Mapping[str, object]) -> Iterat
     yield from _MISSING.get(name, {}).items()
     context, layers = own.get("context_length"), own.get("block_count")
     is_stretched = layers in _STRETCHED_LAYERS or (isinstance(context, int) and context >= _STRETCHED_CONTEXT)
-    if name == "gemma3" and is_stretched and _is_of_ollama(header):
+    if name == "gemma3" and is_stretched and _is_of_ollama(header, name):
         yield from _STRETCHED.items()
     yield from ((usual, own[key]) for key, usual in _KEYS.get(name, {}).items() if key in own)
 
 
-def _is_of_ollama(header: GgufHeader) -> bool:
-    """Return whether a file of Gemma 3 is of Ollama's converter: by its encoder, its keys, or one that it lacks."""
-    has_encoder = any(name.startswith(("v.", "mm.")) for name in header.tensors)
-    lacks_epsilon = "gemma3.attention.layer_norm_rms_epsilon" not in header.metadata
-    return has_encoder or lacks_epsilon or any(key in header.metadata for key in _GEMMA3_KEYS)
+def _is_of_ollama(header: GgufHeader, name: str) -> bool:
+    """Return whether a file of gpt-oss, Gemma 3 or 3n is of Ollama's converter: by its name, its encoder, its keys, or
+    one that it lacks."""
+    has_encoder = any(tensor.startswith(("v.", "mm.")) for tensor in header.tensors)
+    lacks_epsilon = f"{name}.attention.layer_norm_rms_epsilon" not in header.metadata
+    keys = (*_ONLY_OLLAMAS, *(f"{name}.{key}" for key in (*_KEYS.get(name, {}), "mm.tokens_per_image")))
+    return name == "gptoss" or has_encoder or lacks_epsilon or any(key in header.metadata for key in keys)
 
 
 def _key_heads(name: str, own: Mapping[str, object]) -> Json:
@@ -171,11 +156,11 @@ def _words(header: GgufHeader, name: str) -> Json:
 
 
 def _gemma3_tokenizer(header: GgufHeader) -> Json:
-    """Return the lists of tokens without those behind the last row of the embedding, which mark images, and the chat
-    template where there is none. No space goes in front of a text."""
+    """Return the lists of tokens without those behind the last row of the embedding, which mark images; no space goes
+    in front of a text."""
     embedding = header.tensors.get("token_embd.weight")
     rows = next(iter(embedding.shape), None) if embedding else None
     lists = {f"{_TOKENIZER}{key}": header.metadata.get(f"{_TOKENIZER}{key}") for key in _OF_A_TOKEN}
     cut: Json = {key: value[:rows] for key, value in lists.items() if isinstance(value, list | array)}
-    usual = {f"{_TOKENIZER}add_space_prefix": False, _TEMPLATE: _GEMMA3_TEMPLATE}
-    return {**cut, **{key: header.metadata.get(key, value) for key, value in usual.items()}}
+    prefix = f"{_TOKENIZER}add_space_prefix"
+    return {**cut, prefix: header.metadata.get(prefix, False)}
