@@ -242,7 +242,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     rewrite(own, own, parts={"attn_norm.": "attn_output."})
     with pytest.raises(CheckpointError) as caught:
         model_files(own)
-    assert "two tensors blk.0.attn_output.weight" in str(caught.value.why)
+    assert "two tensors 'blk.0.attn_output.weight'" in str(caught.value.why)
 
 
 def test_rows_of_gate_and_up_that_take_turns_are_refused(tmp_path: Path) -> None:
@@ -351,6 +351,7 @@ SUN = {"role": "tool", "content": '{"t": 20}'}
         ([HI], {"reasoning_effort": "high"}),
         ([HI], {"tools": TOOLS}),
         ([RULE, HI], {}),
+        ([RULE | {"content": ""}, HI], {}),
         ([RULE, HI, HO, HI], {"tools": TOOLS}),
         ([HI, HO], {"add_generation_prompt": False}),
         ([RULE, HI, CALL, SUN], {"tools": TOOLS}),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from localllm.errors import UnsupportedModelError
+from localllm.errors import UnsupportedModelError, show
 from localllm.gguf.header import GgufEntry, GgufHeader, refused
 from localllm.gguf.metadata import Json
 from localllm.gguf.templates import GEMMA3, GPT_OSS
@@ -94,7 +94,7 @@ def _tensors(header: GgufHeader, name: str) -> Mapping[str, GgufEntry]:
         for own, usual in _PARTS.get(name, {}).items():
             plain = plain.replace(own, usual)
         if plain in renamed:
-            raise refused(header.path, f"it has two tensors {plain}")
+            raise refused(header.path, f"it has two tensors {show(plain)}")
         renamed[plain] = replace(entry, name=plain)
     return renamed
 

@@ -59,15 +59,16 @@ GPT_OSS = r"""
 {%- endmacro -%}
 
 {%- set told = messages[0].role in ('system', 'developer') -%}
+{%- set instructions = messages[0].content if told else '' -%}
 {{ '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n' }}
 {{- 'Knowledge cutoff: 2024-06\nCurrent date: ' + strftime_now('%Y-%m-%d') }}
 {{- '\n\nReasoning: ' + reasoning_effort | default('medium') + '\n\n# Valid channels: analysis, commentary, final. ' }}
 {{- 'Channel must be included for every message.' }}
 {{- "\nCalls to these tools must go to the commentary channel: 'functions'." if tools else '' }}
 {{- '<|end|>' }}
-{%- if told or tools -%}
+{%- if instructions or tools -%}
 {{ '<|start|>developer<|message|>' }}
-{{- '# Instructions\n\n' + messages[0].content + '\n\n' if told else '' }}
+{{- '# Instructions\n\n' + instructions + '\n\n' if instructions else '' }}
 {%- if tools -%}
 {{ '# Tools\n\n## functions\n\nnamespace functions {\n\n' }}
 {%- for tool in tools -%}{{ declaration(tool.function) }}{%- endfor -%}
