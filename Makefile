@@ -34,14 +34,26 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# torch is resolved in the same pip command as everything that depends on it: see pyproject.toml.
-$(VENV)/.installed: pyproject.toml
+# Without an NVIDIA driver (WSL has its own place for it) torch is a build for the CPU: 190 MB to download, not 3 GB.
+# PyPI has none, and torch's own index may be out of reach: then torch is what the next command finds.
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+HAS_NVIDIA := $(wildcard /dev/nvidiactl /usr/lib/wsl/lib/nvidia-smi)
+TORCH := $(shell sed -n 's/^    "\(torch>=[^"]*\)",$$/\1/p' pyproject.toml)
+
+$(VENV)/.torch: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable .
+ifeq ($(HAS_NVIDIA),)
+	@echo "no NVIDIA driver here: installing torch for the CPU"
+	@$(BIN)/python -m pip install --retries 0 --index-url $(CPU_TORCH) "$(TORCH)" \
+		|| echo "$(CPU_TORCH) cannot be reached: installing the torch of the package index, which may be the one with CUDA"
+endif
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(VENV)/.installed: $(VENV)/.torch
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 

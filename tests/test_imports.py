@@ -251,3 +251,14 @@ def test_the_version_is_told_by_a_few_modules(tmp_path: Path) -> None:
     line = [sys.executable, "-X", "importtime", "-c", code]
     child = subprocess.run(line, env=environment(tmp_path), capture_output=True, text=True, check=True)
     assert sum(row.rpartition("|")[2].strip().startswith("localllm") for row in child.stderr.splitlines()) <= 30
+
+
+def test_a_model_runs_where_triton_is_not_installed(tmp_path: Path) -> None:
+    """Torch's builds for the CPU do not bring it."""
+    line = ["run", "tiny", "-p", "A fox", "--max-tokens", "4", "--device", "cpu", "--private"]
+    code = f"sys.modules['triton'] = None; sys.argv = ['localllm', *{line}]; from localllm.cli import main; main()"
+    report = f"import os, sys; os._exit = sys.exit; {code}"
+    child = subprocess.run(
+        [sys.executable, "-c", report], env=environment(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert (child.returncode, bool(child.stdout.strip())) == (0, True), child.stderr
