@@ -105,12 +105,15 @@ _ENTRY_KEYS: Mapping[str, Accepts] = {
     "gated": Accepts("switch"),
     "context": Accepts("integer", 1, 2**31),
     "parameters": Accepts("number", 0, 1e6),
+    "download_gb": Accepts("number", 0, 1e6),
     "stop": Accepts("texts"),
 }
 # One spelling for the hub's address, the cache's folder and an error text: nothing here needs quoting, nothing climbs.
 _SEGMENT = r"\w(?:[\w.-]{0,94}\w)?"
 REPO_ID = re.compile(rf"(?!.*(?:--|\.\.)){_SEGMENT}/{_SEGMENT}", re.ASCII)
 REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock\b))\w(?:[\w./-]{0,198}[\w-])?", re.ASCII)
+
+_BF16_BYTES = 2  # of a parameter: what nearly all makers publish
 
 # "7b" of "mistral-7b", "135m" of "smollm2:135m", "8" of "qwen3-8".
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z]{2})|(?<=[-:])(\d+)$")
@@ -128,9 +131,17 @@ class ModelEntry:
     gated: bool = False
     context: int | None = None  # tokens
     parameters: float | None = None  # billions, of the text model
+    download_gb: float | None = None  # 10^9 bytes; None: as many as bf16 takes
     stop: tuple[str, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)  # of the sampling keys and `stop`
+
+    @property
+    def download_bytes(self) -> int | None:
+        """About as many bytes as a pull fetches; None where it is not known, or where there is nothing to fetch."""
+        if self.repo is None or (self.download_gb is None and self.parameters is None):
+            return None
+        return int(1e9 * (self.download_gb if self.download_gb is not None else _BF16_BYTES * (self.parameters or 0)))
 
 
 @dataclass(frozen=True)

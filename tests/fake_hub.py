@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -50,6 +51,7 @@ class FakeHub:
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commit: str = COMMIT
+    found: list[dict[str, Any]] = field(default_factory=list)  # what a search looks through
     faults: deque[Fault] = field(default_factory=deque)
     always: Fault | None = None
     listing_faults: deque[Fault] = field(default_factory=deque)
@@ -154,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.hub.requires_token
         if self.server_name == "hub" and token and headers.get("authorization") != f"Bearer {token}":
             self.answer(401, b"", {"X-Error-Code": "GatedRepo"})
+        elif path == "/api/models":
+            self.send_search(parse_qs(urlsplit(self.path).query)["search"][0])
         elif path.startswith("/api/models/"):
             self.send_listing(path)
         else:
@@ -167,6 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         else:
             self.answer(200, json.dumps(self.hub.listing(repo)).encode(), {"Content-Type": "application/json"})
+
+    def send_search(self, words: str) -> None:
+        found = [item for item in self.hub.found if all(word in item["id"].casefold() for word in words.split())]
+        if not (self.hub.listing_faults and self.answer_wrongly(self.hub.listing_faults.popleft(), 0)):
+            self.answer(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def route_file(self, path: str) -> None:
         repo, _, rest = path.lstrip("/").partition("/resolve/")

@@ -38,7 +38,6 @@ sys.stderr.write("\\n" + json.dumps(sorted({{name.partition(".")[0] for name in 
         ["--version"],
         ["run", "--help"],
         ["list"],
-        ["list", "--all"],
         ["config", "show"],
         ["cache"],
         ["sessions", "list"],
@@ -54,6 +53,12 @@ def test_a_quick_command_loads_nothing_heavy(line: list[str], tmp_path: Path) ->
     assert "localllm" in loaded
     assert not loaded & HEAVY
     assert "rich" not in loaded
+
+
+def test_a_list_of_what_can_be_had_needs_no_torch(tmp_path: Path, known_machine: Callable[[Path], None]) -> None:
+    known_machine(tmp_path / "cache")
+    loaded = loaded_by("sys.argv = ['localllm', 'list', '--all']; from localllm.cli import main; main()", tmp_path)
+    assert "localllm" in loaded and not loaded & (HEAVY - {"llvmlite"})  # which knows the processor's name
 
 
 @pytest.mark.parametrize(

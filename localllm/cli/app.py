@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "pull": ("models", "Download a model from the Hugging Face hub."),
         "quantize": ("quantize", "Pack a model's weights ahead of time."),
         "list": ("models", "List the models on this disk."),
+        "search": ("search", "Search for models by name, also on the Hugging Face hub."),
         "show": ("models", "Show the details of one model."),
         "rm": ("models", "Delete a model from this disk."),
         "tokenize": ("text", "Print the tokens of a text."),

@@ -14,6 +14,7 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
 from localllm.runtime.download import fetch
+from localllm.runtime.fit_check import machine_line
 from localllm.runtime.model_catalog import (
     ModelRow,
     fact_lines,
@@ -27,10 +28,20 @@ from localllm.runtime.model_catalog import (
     source_text,
     total_text,
 )
+from localllm.runtime.model_choice import (
+    CHOICE_NUMBERS,
+    CHOICE_TITLES,
+    ModelChoice,
+    best_of,
+    choice_cells,
+    choice_fields,
+    model_choices,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
+    from localllm.cli.output import Output
     from localllm.hub import PullProgress
 
 PULL_EXAMPLES = """Examples:
@@ -41,7 +52,6 @@ PULL_EXAMPLES = """Examples:
   localllm pull bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M
   HF_TOKEN=hf_... localllm pull gemma2-2b
 """
-_TO_PULL = ("TO PULL", "PARAMETERS", "CONTEXT", "LICENCE", "FROM")
 
 
 @takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
@@ -83,7 +93,7 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
 
 
 @takes(
-    option("--all", "Also list all models that have a short name and can be pulled.", name="everything"),
+    option("--all", "Also list the models that can be pulled, with how each would run here.", name="everything"),
     options.AS_JSON,
 )
 def list_command(context: typer.Context, everything: bool, as_json: bool) -> None:
@@ -93,20 +103,18 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     what Ollama, LM Studio and llama.cpp keep. `localllm plan NAME` tells how fast one would be, before a download.
     """
     output = cli_context(context).output
-    rows = model_rows(has_available=everything)
+    if everything:
+        _list_choices(output, as_json=as_json)
+        return
+    rows = model_rows(has_available=False)
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, "models": [row_fields(row) for row in rows]}, indent=2)
         return
-    here = [row for row in rows if row.state != "available"]
-    available = [row for row in rows if row.state == "available"]
     header = ("NAME", "STATE", "PARAMETERS", "SIZE", "PACKED", "TOTAL", "CONTEXT", "LICENCE", "FROM")
     optional = ("LICENCE", "FROM", "CONTEXT", "PARAMETERS", "TOTAL")
-    output.table(header, [_cells(row) for row in here], optional=optional)
-    if available:
-        output.line()
-        output.table(_TO_PULL, _by_maker(available), optional=("FROM", "LICENCE"))
-    if not everything and all(row.repo is None and not row.store for row in rows):
-        output.note("`localllm list --all` shows what can be pulled")
+    output.table(header, [_cells(row) for row in rows], optional=optional)
+    if all(row.repo is None and not row.store for row in rows):
+        output.note("`localllm list --all`: what can be pulled, and how fast it would be here")
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 
@@ -117,16 +125,26 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
     return row.name, row.state, parameters_text(row), size_text(row), packed, total_text(row), context, licence, source
 
 
-def _by_maker(rows: list[ModelRow]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of models to pull, an empty one where a maker of several begins or ends."""
-    makers = [(row.repo or "").partition("/")[0] for row in rows]
-    before = None
-    for row, maker in zip(rows, makers, strict=True):
-        group = maker if makers.count(maker) > 1 else ""
-        if before not in (None, group):
-            yield ("",) * len(_TO_PULL)
-        before = group
-        yield row.name, parameters_text(row), str(row.context or ""), licence_text(row), source_text(row)
+def _list_choices(output: Output, *, as_json: bool) -> None:
+    """Print every model that is here or can be had, the one that suits this machine best first."""
+    with output.progress("planning") as line:
+        rows = [row for row in model_rows(has_available=True) if row.state != "orphan"]
+        choices = model_choices(rows, load_settings(), line.show)
+    if as_json:
+        models = [choice_fields(choice) for choice in choices]
+        output.json({"schema_version": SCHEMA_VERSION, "models": models}, indent=2)
+        return
+    print_choices(output, choices)
+
+
+def print_choices(output: Output, choices: Sequence[ModelChoice]) -> None:
+    """Print models as a table, with a star at the one to try first."""
+    best = best_of(choices)
+    cells = [choice_cells(choice, is_best=choice is best) for choice in choices]
+    output.table(CHOICE_TITLES, cells, optional=("CONTEXT", "LICENCE"), numbers=CHOICE_NUMBERS)
+    output.note(f"MEMORY: of the weights, packed. TOK/S: about, on this machine. {machine_line()}")
+    if best is not None:
+        output.note(f"* the largest that answers faster than you read: localllm chat {best.row.name}")
 
 
 @takes(

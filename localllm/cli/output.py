@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localllm.chat.text import UNSAFE, Pace, error_rows, format_seconds, one_line, printable
@@ -111,9 +111,17 @@ class Output:
             with contextlib.suppress(OSError, ValueError):  # it is none
                 os.fsync(self._stdout.fileno())
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        optional: Sequence[str] = (),
+        numbers: Collection[str] = (),
+    ) -> None:
         """Left-aligned columns, two spaces apart.
 
+        numbers: columns that are aligned at the right.
         optional: columns that a terminal does without, and says so, as far as it is too narrow; the first goes first.
         """
         lines = [[one_line(cell) for cell in row] for row in (header, *rows)]
@@ -127,7 +135,9 @@ class Output:
             lines = [line[:column] + line[column + 1 :] for line in lines]
         widths = _column_widths(lines)
         for line in lines:
-            self.line("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            cells = zip(lines[0], line, widths, strict=True)
+            aligned = (f"{cell:>{width}}" if title in numbers else f"{cell:<{width}}" for title, cell, width in cells)
+            self.line("  ".join(aligned).rstrip())
         if left_out:
             self.note(f"a wider terminal has {', '.join(reversed(left_out))} too, as has --json")
 

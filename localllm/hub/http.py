@@ -11,16 +11,18 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
-from localllm.errors import AccessError, DownloadError, LocalLLMError, ModelNotFoundError
+from localllm.errors import AccessError, DownloadError, Fix, LocalLLMError, ModelNotFoundError
 from localllm.hub.names import pull_command
 from localllm.hub.settings import HubSettings, RetryPolicy, found_token
 from localllm.version import __version__
 
 if TYPE_CHECKING:
     import httpx2
+
+_Json = TypeVar("_Json", dict[str, object], list[object])
 
 REDIRECT_LIMIT = 8
 LISTING_LIMIT_BYTES = 32 << 20
@@ -66,13 +68,16 @@ class Attempts:
 
 
 class HubClient:
-    """Opens addresses of one hub on behalf of one model."""
+    """Opens addresses of one hub on behalf of one model, or of a search.
 
-    def __init__(self, hub: HubSettings, repo: str, name: str) -> None:
+    again: the command that tries again what failed; a pull of `name` where none is given.
+    """
+
+    def __init__(self, hub: HubSettings, repo: str, name: str, again: Fix | None = None) -> None:
         self.hub = hub
         self.repo = repo
         self.page = f"{hub.endpoint}/{repo}"
-        self.resume_command = pull_command(name)
+        self.resume_command = again or pull_command(name)
         self._token = found_token()
 
     def file_url(self, commit: str, file_name: str) -> str:
@@ -82,6 +87,13 @@ class HubClient:
         """Return the hub's description of the repository, with the size and the checksum of each file."""
         # Not HfApi.model_info: it sends a request of its own first, to report which program runs it.
         url = f"{self.hub.endpoint}/api/models/{self.repo}/revision/{quote(revision, safe='')}?blobs=true"
+        return self._json(url, dict, f"the list of files of {self.repo}", report)
+
+    def json_list(self, url: str, report: Callable[[str], None]) -> list[object]:
+        """Return the JSON array at an address of the hub."""
+        return self._json(url, list, "the answer", report)
+
+    def _json(self, url: str, kind: type[_Json], what: str, report: Callable[[str], None]) -> _Json:
         attempts = Attempts(self.hub.retry, self.hub.retry.listing_attempts, report)
         while True:
             try:
@@ -92,12 +104,13 @@ class HubClient:
                         if len(data) > LISTING_LIMIT_BYTES:
                             raise TransferInterruptedError(f"the answer has more than {LISTING_LIMIT_BYTES} bytes")
                 with suppress(ValueError, RecursionError):
-                    if isinstance(value := json.loads(data), dict):
+                    if isinstance(value := json.loads(data), kind):
                         return value
-                raise TransferInterruptedError(f"the answer was no JSON object, {_NOT_THE_HUB}")
+                form = "object" if kind is dict else "array"
+                raise TransferInterruptedError(f"the answer was no JSON {form}, {_NOT_THE_HUB}")
             except TransferInterruptedError as interruption:
                 if given_up := attempts.failed(interruption):
-                    what = f"the list of files of {self.repo} could not be fetched from {self.hub.endpoint}"
+                    what = f"{what} could not be fetched from {self.hub.endpoint}"
                     raise DownloadError(what, why=given_up, fix=self.resume_command) from None
 
     def file_headers(self, commit: str, file_name: str) -> Mapping[str, str]:

@@ -16,13 +16,15 @@ from localllm.runtime.plan_request import shape_and_files
 @dataclass(frozen=True)
 class Verdict:
     """kind: "fits" where all of it stays where it is computed fastest, "offloads" where it runs all the same; "unknown"
-    where nobody can say without its files, or they cannot be run: then `why` says so. weights: the format."""
+    where nobody can say without its files, or they cannot be run: then `why` says so. weights: the format.
+    memory_bytes: of all weights in it."""
 
     kind: Literal["fits", "offloads", "too large", "unknown"]
     tok_s: float | None = None
     ctx: int | None = None
     weights: str = ""
     why: str = ""
+    memory_bytes: int | None = None
 
     @property
     def text(self) -> str:
@@ -68,7 +70,8 @@ def judge(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> 
         return Verdict("too large", why=error.why)
     except LocalLLMError as error:
         return Verdict("unknown", why=f"{error.what}: {error.why}" if error.why else error.what)
-    return Verdict("fits" if plan.is_whole else "offloads", plan.decode_tok_s, plan.ctx, plan.shape.weights)
+    kind: Literal["fits", "offloads"] = "fits" if plan.is_whole else "offloads"
+    return Verdict(kind, plan.decode_tok_s, plan.ctx, plan.shape.weights, memory_bytes=plan.shape.num_bytes)
 
 
 def machine_line() -> str:

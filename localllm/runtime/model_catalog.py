@@ -22,8 +22,9 @@ State = Literal["installed", "partial", "available", "folder", "file", "orphan"]
 @dataclass(frozen=True)
 class ModelRow:
     """A model. size_bytes: of its files, None where they are not here, or not all of them. parameters: billions. file:
-    of a GGUF model, which has no directory. store: the program that keeps it, "" where we or the user do. total_bytes:
-    of its files, whole and unfinished, and of what is packed of it."""
+    of a GGUF model, which has no directory. store: the program that keeps it, "" where we or the user do.
+    download_bytes: of all that a pull fetches, None where it is not known. total_bytes: of its files, whole and
+    unfinished, and of what is packed of it."""
 
     name: str
     state: State
@@ -39,6 +40,7 @@ class ModelRow:
     gated: bool | None = None
     context: int | None = None
     parameters: float | None = None
+    download_bytes: int | None = None
     file: str | None = None
     store: str = ""
 
@@ -46,6 +48,11 @@ class ModelRow:
     def is_here(self) -> bool:
         """Whether the model can be run at once."""
         return self.state in ("installed", "folder", "file")
+
+    def matches(self, words: Iterable[str]) -> bool:
+        """Return whether each word occurs in one of its names."""
+        names = " ".join((self.name, *self.aliases, self.repo or "")).casefold()
+        return all(word.casefold() in names for word in words)
 
     @property
     def total_bytes(self) -> int:
@@ -137,7 +144,8 @@ def _of_installed(model: InstalledModel) -> ModelRow:
 
 
 def _registered(entry: ModelEntry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in ("aliases", "licence", "gated", "context", "parameters")}
+    names = ("aliases", "licence", "gated", "context", "parameters", "download_bytes")
+    return {name: getattr(entry, name) for name in names}
 
 
 # One model

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("home", "machine")
 
 GIB = 1 << 30
 PART = 100  # bytes between two looks of a pull at its gate
+FITS = Verdict("fits", 12.3, 8192, "int4-g64", memory_bytes=4 * GIB)
 VERDICTS = {"llama-3.3-70b": Verdict("offloads", 0.184, 4096, "int4-g64"), "phi-4": Verdict("too large", why="4 GiB")}
 
 
@@ -94,7 +95,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], 
     def judging(act: Callable[..., object]) -> None:
         def judge(name: str, resolved: Any, say: Callable[[str], None]) -> Verdict:
             act(name, say)
-            return VERDICTS.get(name, Verdict("fits", 12.3, 8192, "int4-g64"))
+            return VERDICTS.get(name, FITS)
 
         monkeypatch.setattr("localllm.runtime.fit_check.judge", judge)
 
@@ -156,26 +157,34 @@ async def begin_pull(pilot: Pilot[None], name: str, disk: FakeDisk) -> ModelsScr
 
 
 async def test_all_models_are_listed_with_what_they_would_do_here_and_details_where_there_is_room() -> None:
-    async with models(size=(180, 120)) as (app, pilot, _):
-        await until(pilot, "does not fit")
-        lines = {
-            line.split()[1 if line.startswith(" ●") else 0]: line for line in shown(app).splitlines() if line.split()
-        }
-        assert "installed" in lines["tiny"] and "fits" in lines["tiny"] and "●" in lines["tiny"]
-        assert "16.0 GiB" in lines["qwen3-8b"] and "int4-g64 4.0 GiB" in lines["qwen3-8b"]
-        assert "available" in lines["llama-3.3-70b"]
-        assert "fits with offload, about 0.18 tok/s" in lines["llama-3.3-70b"]
-        assert "does not fit" in lines["phi-4"]
+    async with models(size=(200, 120)) as (app, pilot, _):
+        await until(pilot, lambda: "0.18" in shown(app) and "…" not in shown(app))
+        rows = [line.split() for line in shown(app).splitlines() if line.split()]
+        lines = {row[row[0] in ("●", "*")]: " ".join(row) for row in rows}
+        assert lines["tiny"].startswith("● tiny here 4.0 GiB 12")
+        assert lines["qwen3-8b"].startswith("qwen3-8b here 4.0 GiB 12 40k apache-2.0 int4-g64 4.0 GiB")
+        assert lines["llama-3.3-70b"].startswith("llama-3.3-70b 131.5 GiB 0.18 128k llama3.3 (gated)")
+        assert lines["phi-4"].startswith("phi-4 27.4 GiB no 16k mit")
         await until(pilot, lambda: "attention heads" in shown(app) and "12.3 tok/s in int4-g64" in shown(app))
 
 
 async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
     async with models(size=(80, 24), model="llama-3.3-70b") as (app, pilot, _):
-        await until(pilot, "0.18 tok/s")
-        assert "size" in shown(app) and "packed" not in shown(app)
+        await until(pilot, "0.18")
+        assert "context" in shown(app) and "packed" not in shown(app)
         await pilot.resize_terminal(50, 24)
-        await until(pilot, lambda: "size" not in shown(app))
-        assert "llama-3.3-70b" in shown(app) and "fits" in shown(app)
+        await until(pilot, lambda: "context" not in shown(app))
+        assert "llama-3.3-70b" in shown(app) and "0.18" in shown(app)
+
+
+async def test_what_is_here_comes_first_then_what_suits_this_machine_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.hub.repo_cache.free_bytes", lambda _folder: 1 << 40)
+    async with models(size=(100, 120)) as (app, pilot, screen):
+        await until(pilot, lambda: "…" not in shown(app))
+        names = [line.name for line in screen.table.lines]
+        assert names[:3] == ["qwen3-8b", "tiny", "qwen3.5-122b-a10b"] and names[-2:] == ["llama-3.3-70b", "phi-4"]
+        assert [line.name for line in screen.table.lines if line.is_best] == ["qwen3.5-122b-a10b"]
+        assert "* qwen3.5-122b-a10b" in shown(app)
 
 
 async def test_rows_are_there_before_their_verdicts(judge: Any) -> None:
@@ -183,9 +192,9 @@ async def test_rows_are_there_before_their_verdicts(judge: Any) -> None:
     judge(lambda _, say: (say("measuring the disk"), gate.wait(PATIENCE_S)))
     async with models() as (app, pilot, _):
         await until(pilot, "measuring the disk")
-        assert "qwen3-8b" in shown(app) and "fits" not in shown(app)
+        assert "qwen3-8b" in shown(app) and " 12 " not in shown(app)
         gate.set()
-        await until(pilot, lambda: "fits" in shown(app) and "measuring" not in shown(app))
+        await until(pilot, lambda: " 12 " in shown(app) and "measuring" not in shown(app))
 
 
 async def test_nothing_is_measured_and_no_other_model_chosen_while_an_answer_is_written(judge: Any) -> None:
@@ -209,7 +218,7 @@ async def test_a_verdict_is_found_out_once(judge: Any) -> None:
         await until(pilot, lambda: len(judged) == count)
         await pilot.press("f3")
         await open_models(pilot)
-        await until(pilot, "fits")
+        await until(pilot, " 12 ")
         assert len(judged) == count
 
 
@@ -391,7 +400,7 @@ async def test_details_tell_what_is_known_of_a_model() -> None:
     async with models(model="tiny", size=(90, 40)) as (app, pilot, screen):
         assert not screen.query_one(ModelDetails).display
         await press(pilot, "i", until=lambda: "vocabulary" in shown(app) and "apache-2.0" in shown(app))
-        await press(pilot, "down", until=lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
+        await press(pilot, "up", until=lambda: screen.query_one(ModelDetails).model == "qwen3-8b")
         await pilot.press("i")
         assert not screen.query_one(ModelDetails).display
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from textual import events, getters, messages, on, work
@@ -20,6 +21,7 @@ from localllm.config import format_bytes
 from localllm.hub.names import HubName
 from localllm.runtime.fit_check import Verdict
 from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, licence_text, model_rows, packed_text
+from localllm.runtime.model_choice import best_of
 from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
 from localllm.tui.plan_worker import FitWorker
@@ -32,7 +34,6 @@ from localllm.tui.widgets.model_table import (
     ModelDetails,
     ModelLine,
     ModelTable,
-    about_bytes,
 )
 from localllm.tui.widgets.status import Notice
 
@@ -82,7 +83,7 @@ class ModelsScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(Content("models"), id="title")
-        yield Input(placeholder="part of a name; or ORG/REPOSITORY, of the hub", id="filter")
+        yield Input(placeholder="/ part of a name; or ORG/REPOSITORY or an address of the hub, to pull it", id="filter")
         with Container(id="body"):
             with Container(id="models"):
                 table = ModelTable()
@@ -128,7 +129,10 @@ class ModelsScreen(Screen[None]):
         self._describe_highlighted()
 
     def show_fit(self, name: str) -> None:
-        self._change_line(name)
+        if self._are_judged:  # now they have an order
+            self._show_lines()
+        else:
+            self._change_line(name)
         if name == self.details.model:
             self._show_facts(name)
 
@@ -175,7 +179,6 @@ class ModelsScreen(Screen[None]):
         self._show_lines()
 
     def action_filter(self) -> None:
-        self.filter_input.display = True
         self.filter_input.focus()
 
     def action_move(self, step: int) -> None:
@@ -185,9 +188,8 @@ class ModelsScreen(Screen[None]):
     def action_back(self) -> None:
         if self.notice.error is not None:
             self.notice.close()
-        elif self.filter_input.display:
+        elif self.filter_input.value or self.filter_input.has_focus:
             self.filter_input.value = ""
-            self.filter_input.display = False
             self.table.focus()
         elif not self.notice.close():
             self.dismiss()
@@ -201,9 +203,9 @@ class ModelsScreen(Screen[None]):
 
     def _show_lines(self) -> None:
         words = self.filter_input.value.strip()
-        lines = [self._line(row) for row in self._rows]
+        lines = self._lines
         found_there = HubName.read(words)
-        if found_there is not None and not any(line.matches(words) for line in lines):
+        if found_there is not None and not any(row.matches(words.split()) for row in self._rows):
             lines.append(ModelLine(ModelRow(words, "available", found_there.repo)))
         self.table.show(lines, words)
         here = sum(row.is_here for row in self._rows)
@@ -211,6 +213,20 @@ class ModelsScreen(Screen[None]):
         if not self.table.num_shown:
             found = f"no name has {words!r} in it; ORG/REPOSITORY is looked for on the hub"
         self.query_one("#title", Static).update(Content(f"models: {one_line(found)}"))
+
+    @property
+    def _are_judged(self) -> bool:
+        return all(self._fits.of(row, self._worker.resolved) is not None for row in self._rows)
+
+    @property
+    def _lines(self) -> list[ModelLine]:
+        """What is here first, and what suits this machine best; by that once all are judged, lest they move around."""
+        lines = [self._line(row) for row in self._rows]
+        if not self._are_judged:
+            return lines
+        best = best_of([line.choice for line in lines])
+        lines = [replace(line, is_best=best is not None and line.name == best.row.name) for line in lines]
+        return sorted(lines, key=lambda line: (not line.row.is_here, line.choice.rank))
 
     def _line(self, row: ModelRow) -> ModelLine:
         verdict = self._fits.of(row, self._worker.resolved)
@@ -355,7 +371,7 @@ class ModelsScreen(Screen[None]):
 
 
 def _ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
-    about = about_bytes(row)
+    about = row.download_bytes
     size = "not known before the hub is asked" if about is None else f"about {format_bytes(about)}"
     if row.partial_bytes:
         size += f"; {format_bytes(row.partial_bytes)} of it are here, and are gone on from"

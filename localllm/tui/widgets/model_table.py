@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from textual import events
 from textual.app import ComposeResult
@@ -21,17 +20,14 @@ from textual.widgets.option_list import Option
 from localllm.chat.text import format_seconds, one_line, visible
 from localllm.config import format_bytes
 from localllm.runtime.fit_check import Verdict
-from localllm.runtime.model_catalog import ModelRow, packed_text
+from localllm.runtime.model_catalog import ModelRow, licence_text, packed_text
+from localllm.runtime.model_choice import ModelChoice
 from localllm.tui.download_worker import Download
 from localllm.tui.widgets.bars import bar, fitting
 
 _GAP = "  "
 _SHORTEST_NAME, _LONGEST_NAME = 12, 44  # columns; a folder's path is cut
 _SHORTEST_PACKED = 20  # columns; what has no room is cut
-_CHECKPOINT_BYTES = 2  # of a parameter: what nearly all makers publish
-_STATE_STYLES = {
-    "installed": "$text-success", "folder": "$text-success", "file": "$text-success", "partial": "$text-warning",
-}  # fmt: skip
 _VERDICT_STYLES = {"fits": "$text-success", "offloads": "$text-warning", "too large": "$text-error"}
 
 
@@ -43,15 +39,15 @@ class ModelLine:
     verdict: Verdict | None = None
     download: Download | None = None
     is_loaded: bool = False
+    is_best: bool = False
 
     @property
     def name(self) -> str:
         return self.row.name
 
-    def matches(self, words: str) -> bool:
-        """Return whether each word occurs in one of its names."""
-        names = " ".join((self.name, *self.row.aliases, self.row.repo or "")).casefold()
-        return all(word in names for word in words.casefold().split())
+    @property
+    def choice(self) -> ModelChoice:
+        return ModelChoice(self.row, self.verdict)
 
 
 @dataclass(frozen=True)
@@ -68,49 +64,39 @@ class _Column:
 
 
 def _name(line: ModelLine) -> Content:
-    mark = Content.styled("● ", "$text-success") if line.is_loaded else Content("  ")
+    star = Content.styled("* ", "$text-accent") if line.is_best else Content("  ")
+    mark = Content.styled("● ", "$text-success") if line.is_loaded else star
     name = Content(visible(one_line(line.name)))
     return mark + (name.stylize("bold") if line.row.is_here else name)
 
 
-def _state(line: ModelLine) -> Content:
+def _download(line: ModelLine) -> Content:
     download = line.download
     if download is None:
-        return Content.styled(line.row.state, _STATE_STYLES.get(line.row.state, "$foreground-muted"))
+        text = line.choice.download_text if line.row.state != "orphan" else "orphan"
+        return Content.styled(text, "$text-success" if line.row.is_here else "$foreground-muted")
     share = "" if download.share is None else f" {download.share:.0%}"
     if download.state == "running":
         return Content.styled(f"{'pulling' if download.kind == 'pull' else 'packing'}{share}", "$text-accent")
     return Content.styled(f"{download.state}{share}", "$text-error" if download.state == "failed" else "$text-warning")
 
 
-def about_bytes(row: ModelRow) -> int | None:
-    return None if row.parameters is None else int(row.parameters * 1e9 * _CHECKPOINT_BYTES)
-
-
-def _size(line: ModelLine) -> Content:
-    here = line.row.size_bytes or line.row.partial_bytes
-    if here or (about := about_bytes(line.row)) is None:
-        return Content(format_bytes(here) if here else "")
-    return Content.styled(f"~{format_bytes(about)}", "$foreground-muted")
-
-
-def _verdict(line: ModelLine, *, is_short: bool = False) -> Content:
+def _speed(line: ModelLine) -> Content:
     if (verdict := line.verdict) is None:
         return Content.styled("…", "$foreground-muted")
-    text = verdict.short_text if is_short else verdict.text
-    return Content.styled(text, _VERDICT_STYLES.get(verdict.kind, "$foreground-muted"))
+    return Content.styled(line.choice.speed_text, _VERDICT_STYLES.get(verdict.kind, "$foreground-muted"))
 
 
 _NAME = _Column("  name", 0, _name, 22)
-_STATE = _Column("state", 2, _state, len("pulling 99%"))
-_SIZE = _Column("size", 3, _size)
-_VERDICT = _Column("on this machine", 1, _verdict, len("fits with offload, about 0.12 tok/s"))
-_SHORT_VERDICT = _Column("on this machine", 1, partial(_verdict, is_short=True), len("fits, offload ~0.12 tok/s"))
+_DOWNLOAD = _Column("download", 2, _download, len("pulling 99%"))
+_MEMORY = _Column("memory", 3, lambda line: Content(line.choice.memory_text), len("999.9 MiB"))
+_SPEED = _Column("tok/s here", 1, _speed)
+_CONTEXT = _Column("context", 4, lambda line: Content(line.choice.context_text))
+_LICENCE = _Column("licence", 5, lambda line: Content(one_line(licence_text(line.row))))
 _PACKED = _Column(
-    "packed", 4, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
+    "packed", 6, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 )
-_ROOMY = (_NAME, _STATE, _SIZE, _VERDICT, _PACKED)
-_NARROW = (_NAME, _STATE, _SIZE, _SHORT_VERDICT, _PACKED)
+_COLUMNS = (_NAME, _DOWNLOAD, _MEMORY, _SPEED, _CONTEXT, _LICENCE, _PACKED)
 
 
 class ModelTable(OptionList):
@@ -129,6 +115,11 @@ class ModelTable(OptionList):
     def line(self) -> ModelLine | None:
         at = self.highlighted
         return self._shown[at] if at is not None and at < len(self._shown) else None
+
+    @property
+    def lines(self) -> tuple[ModelLine, ...]:
+        """Those that are shown, from top to bottom."""
+        return tuple(self._shown)
 
     @property
     def num_shown(self) -> int:
@@ -168,7 +159,7 @@ class ModelTable(OptionList):
     def _redraw(self) -> None:
         name = self.line.name if self.line is not None else None
         self._columns = _fitting_columns(self._every, self.scrollable_content_region.width)
-        self._shown = [line for line in self._every if line.matches(self._words)]
+        self._shown = [line for line in self._every if line.row.matches(self._words.split())]
         self._marked = None
         self.clear_options()
         self.add_options([Option(self._drawn(index)) for index in range(len(self._shown))])
@@ -193,19 +184,16 @@ class ModelTable(OptionList):
 
 
 def _fitting_columns(lines: Sequence[ModelLine], columns: int) -> list[tuple[_Column, int]]:
-    """The columns that fit, with their widths. First the verdicts are shortened, then the least important columns are
-    dropped; the rest of the room goes to a long name, then to the packed formats."""
-    for wanted in (_ROOMY, _NARROW):
-        widths = {column: column.least if column is _NAME else column.width(lines) for column in wanted}
-        widths[_PACKED] = min(widths[_PACKED], _SHORTEST_PACKED)
-        kept = list(wanted)
-        while len(kept) > 1 and _total(kept, widths) > columns:
-            if len(kept) == 2 and widths[_NAME] > _SHORTEST_NAME:
-                widths[_NAME] = _SHORTEST_NAME
-            else:
-                kept.remove(max(kept, key=lambda column: column.rank))
-        if _SIZE in kept:
-            break
+    """The columns that fit, with their widths. The least important ones are dropped; the rest of the room goes to a
+    long name, then to the packed formats."""
+    widths = {column: column.least if column is _NAME else column.width(lines) for column in _COLUMNS}
+    widths[_PACKED] = min(widths[_PACKED], _SHORTEST_PACKED)
+    kept = list(_COLUMNS)
+    while len(kept) > 1 and _total(kept, widths) > columns:
+        if len(kept) == 2 and widths[_NAME] > _SHORTEST_NAME:
+            widths[_NAME] = _SHORTEST_NAME
+        else:
+            kept.remove(max(kept, key=lambda column: column.rank))
     for column, longest in ((_NAME, min(_NAME.width(lines), _LONGEST_NAME)), (_PACKED, _PACKED.width(lines))):
         widths[column] = max(1, min(longest, widths[column] + columns - _total(kept, widths)))
     return [(column, widths[column]) for column in kept]
