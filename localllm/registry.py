@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from localllm.config import Origin, ResolvedSettings, accepted, unknown_key, user_directories
-from localllm.errors import CheckpointError, SettingsError
+from localllm.errors import CheckpointError, Fix, SettingsError, UnsupportedModelError, show
 from localllm.settings import Accepts, taken_by
 from localllm.toml_file import TomlFile
 
@@ -113,6 +113,7 @@ _SEGMENT = r"\w(?:[\w.-]{0,94}\w)?"
 REPO_ID = re.compile(rf"(?!.*(?:--|\.\.)){_SEGMENT}/{_SEGMENT}", re.ASCII)
 REVISION = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock\b))\w(?:[\w./-]{0,198}[\w-])?", re.ASCII)
 
+_WRITES_TEXT = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")  # ends of a class's name in `architectures`
 _BF16_BYTES = 2  # of a parameter: what nearly all makers publish
 
 # "7b" of "mistral-7b", "135m" of "smollm2:135m", "8" of "qwen3-8".
@@ -165,6 +166,11 @@ class Registry:
         """The entry whose files come from `repo`."""
         return next((entry for entry in self.entries if entry.repo and entry.repo.casefold() == repo.casefold()), None)
 
+    def of_family(self, architecture: str) -> ModelEntry | None:
+        """Return the first model of the same series: "qwen4_moe" and "qwen3.6-27b" begin with the same letters."""
+        series = _series(architecture)
+        return next((entry for entry in self.entries if series and _series(entry.name) == series), None)
+
     def nearest(self, name: str, count: int = 3) -> tuple[str, ...]:
         """Names that `name` may have been meant for; empty where none is. The best first: of the likest family, then of
         the nearest size, or the smallest where `name` has none."""
@@ -177,9 +183,35 @@ class Registry:
                 likeness.set_seq1(_family_and_size(key)[0])
                 ratios.append(likeness.ratio())
             billions = entry.parameters or math.inf
-            if max(ratios) >= 0.6:
+            # Of three letters "hi" and "phi" are alike, and nothing alike.
+            if max(ratios) >= 0.6 and (len(family) > 3 or _series(entry.name).startswith(family)):
                 ranks[entry.name] = -max(ratios), billions if size is None else abs(math.log(billions / size))
         return tuple(sorted(ranks, key=ranks.__getitem__))[:count]
+
+
+def _series(name: str) -> str:
+    """Return the letters that a name begins with: "qwen" of "Qwen3.5-9B"."""
+    found = re.match("[a-z]+", name.casefold())
+    return found[0] if found else ""
+
+
+def unknown_architecture(source: str, config: Mapping[str, Any], known: Collection[str]) -> UnsupportedModelError:
+    """Return the error that a model of an architecture is that does not run here.
+
+    source: the file or the repository.
+    config: its config.json, or as much of it as is known.
+    known: the architectures of such files that run.
+    """
+    name = str(config.get("model_type"))
+    why = f"{len(known)} other architectures run"
+    if "vision_config" in config or "audio_config" in config:
+        why = f"it reads images or sound beside text, and of such models only some run; {why}"
+    elif not any(str(each).endswith(_WRITES_TEXT) for each in config.get("architectures") or _WRITES_TEXT):
+        why = f"it is no language model: it is made for {config['architectures'][0]}"
+    nearest = load_registry().of_family(name)
+    fix = [Fix.command("plan", nearest.name)] if nearest is not None else []
+    what = f"{source}: the architecture {show(name)} is not supported"
+    return UnsupportedModelError(what, why=why, fix=[*fix, Fix.command("list", "--all")])
 
 
 def _family_and_size(name: str) -> tuple[str, float | None]:

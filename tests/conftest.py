@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import gc
 import os
 import shutil
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, settings
 from localllm.text.tokenizer import Tokenizer
 from tests.cli_support import Result, run_cli, share_kernels, write_checkpoint
 from tests.fake_hub import FakeHub, serve
+from tests.terminal import Open, Terminal
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -303,3 +305,16 @@ def simulated_card(card_guard: None) -> Callable[..., AbstractContextManager[Any
 def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of matrices in the interpreter: numpy's rows have other bits by where they stand, a card's have not."""
     monkeypatch.setattr(numpy, "matmul", lambda a, b, dtype: numpy.stack([row @ b for row in a]).astype(dtype))
+
+
+@pytest.fixture
+def open_terminal(tmp_path: Path) -> Iterator[Open]:
+    """Starts a command on a terminal of its own, which is closed when the test ends."""
+    with contextlib.ExitStack() as terminals:
+
+        def opened(*arguments: str | Path, **options: Any) -> Terminal:
+            terminal = Terminal(tmp_path, *arguments, **options)
+            terminals.callback(terminal.close)
+            return terminal
+
+        yield opened

@@ -13,6 +13,7 @@ import pytest
 from tests.cli_support import start_cli, write_checkpoint
 from tests.fake_hub import FakeHub, serve
 from tests.patience import PATIENCE_S
+from tests.terminal import Open
 
 NAME = "maker/model"
 Run = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -77,6 +78,32 @@ def test_a_pull_that_is_interrupted_says_how_to_go_on_and_goes_on(run: Run, hub:
         assert f"localllm pull {NAME}".encode() in process.stderr.read()
     hub.seconds_per_chunk = 0.0
     assert run("pull", NAME).returncode == 0
+
+
+def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it_and_begins(hub: FakeHub, open_terminal: Open) -> None:
+    terminal = open_terminal("run", NAME, "--max-tokens", "2", TERM="dumb", HF_ENDPOINT=hub.endpoint)
+    terminal.wait_for(r"maker/model is not on this disk: [\d.]+ [KM]iB to download")
+    terminal.wait_for(r"Download it\? \[y/N\] ")
+    terminal.send("y\n")
+    terminal.wait_for_prompt()
+    terminal.say("Hello", "")
+    terminal.send("/bye\n")
+    assert terminal.end() == 0 and b"context" in terminal.text
+
+
+def test_who_does_not_want_it_is_told_how_to_get_it_later(hub: FakeHub, open_terminal: Open) -> None:
+    terminal = open_terminal("chat", NAME, "--plain", HF_ENDPOINT=hub.endpoint)
+    terminal.wait_for(r"Download it\? \[y/N\] ")
+    terminal.send("\n")
+    assert terminal.end() == 3 and b"nothing was downloaded; localllm pull maker/model does it" in terminal.text
+
+
+def test_a_script_pulls_by_a_flag_and_is_told_of_it_without(run: Run) -> None:
+    refused = run("run", NAME, "-p", "once", "--max-tokens", "2")
+    assert refused.returncode == 3
+    assert b"localllm pull maker/model" in refused.stderr and b"--pull" in refused.stderr
+    ran = run("run", NAME, "-p", "once", "--max-tokens", "2", "--pull")
+    assert ran.returncode == 0 and b"pulling maker/model" in ran.stderr
 
 
 def test_a_repository_that_is_not_there_is_exit_code_three_or_six_in_four_lines(run: Run) -> None:

@@ -104,11 +104,24 @@ def test_numbers_that_no_mixture_can_have_are_refused_by_their_key(model_type, k
         parse(model_type, **keys)
 
 
-def test_an_architecture_that_does_not_run_is_refused_by_name():
+@pytest.mark.parametrize(
+    ("config", "why", "fix"),
+    [
+        ({"model_type": "qwen9_moe"}, "other architectures run", "localllm plan qwen3.8-27b"),
+        (
+            {"model_type": "mamba9", "architectures": ["MambaForCausalLM"]},
+            "other architectures run",
+            "localllm list --all",
+        ),
+        ({"model_type": "llava", "vision_config": {}}, "reads images", "localllm list --all"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "no language model: it is made for CLIPModel", "list"),
+    ],
+)
+def test_an_architecture_that_does_not_run_is_refused_by_name_with_the_nearest_that_does(config, why, fix):
     with pytest.raises(UnsupportedModelError) as refusal:
-        parse("deepseek_v3")
-    assert "deepseek_v3" in refusal.value.what
-    assert "llama, minimax_m2, ministral3, mistral" in refusal.value.why
+        parse_config(config, "config.json")
+    assert config["model_type"] in refusal.value.what
+    assert why in refusal.value.why and fix in refusal.value.fix
 
 
 def test_every_real_config_is_expected_to_parse(shared_data):

@@ -266,3 +266,8 @@ def test_a_checkpoint_with_a_senseless_value_is_named(value):
 )
 def test_of_a_family_the_model_of_the_nearest_size_is_named_first(name: str, nearest: str) -> None:
     assert load_registry(Path("/nowhere/models.toml")).nearest(name)[0] == nearest
+
+
+@pytest.mark.parametrize("name", ["Hi", "hi", "Hey", "yes", "Hello"])
+def test_a_short_word_suggests_no_model(name: str) -> None:
+    assert load_registry().nearest(name) == ()

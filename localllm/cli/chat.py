@@ -26,6 +26,7 @@ from localllm.cli.interrupts import Interrupted
 from localllm.cli.options import complete_sessions, extra_sampling, option, refuse_together, takes
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
+from localllm.cli.pulling import PULL
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
@@ -84,6 +85,7 @@ EXCLUSIVE = {
     "show_thoughts",
     "stop",
     EngineConfig,
+    PULL,
     options.NO_ATTACH,
 )
 def chat_command(context: typer.Context, **flags: Any) -> None:

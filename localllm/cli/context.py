@@ -27,18 +27,26 @@ class CliContext:
     model: ModelFiles | None = None
     resolved: ResolvedSettings | None = None
 
+    @property
+    def can_ask(self) -> bool:
+        return sys.stdin is not None and sys.stdin.isatty()
+
+    def confirms(self, question: str) -> bool:
+        """Ask, and return whether the answer is yes."""
+        self.output.prompt(f"{question} [y/N] ")
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
     def ask_to_delete(self, what: str, unasked: str, shown: Iterable[str] = ()) -> None:
         """Leaves where the answer is no. unasked: the command that does not ask. shown: lines that tell what it is.
 
         Raises UsageError where nobody can be asked.
         """
-        if sys.stdin is None or not sys.stdin.isatty():
+        if not self.can_ask:
             why = "standard input is not a terminal"
             raise UsageError(f"nobody can be asked whether to delete {what}", why=why, fix=unasked)
         for line in shown:
             self.output.note(line)
-        self.output.prompt(f"Delete {what}? [y/N] ")
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        if not self.confirms(f"Delete {what}?"):
             self.output.note("nothing was deleted")
             raise typer.Exit(1)
 

@@ -11,9 +11,9 @@ from localllm.cli import options
 from localllm.cli.context import cli_context
 from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
+from localllm.cli.pulling import pull
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
-from localllm.runtime.download import fetch
 from localllm.runtime.fit_check import machine_line
 from localllm.runtime.model_catalog import (
     ModelRow,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from localllm.cli.output import Output
-    from localllm.hub import PullProgress
 
 PULL_EXAMPLES = """Examples:
 
@@ -64,25 +63,7 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.installed import folder_bytes
 
     cli, model = cli_context(context), flags["model"]
-    resolved = load_settings({"offline": flags["offline"]})
-    cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
-    noted = ""
-    with cli.output.progress(f"pulling {model}", plain_lines=True) as line:
-
-        def show(progress: PullProgress) -> None:
-            """Show the total and the current file in one line; what is out of the ordinary as a note."""
-            nonlocal noted
-            if progress.phase in ("waiting", "retrying") and progress.note != noted:
-                noted = progress.note
-                line.interject(noted)
-            if not progress.total_bytes:
-                line.show(f"{progress.phase} {progress.note}")
-                return
-            share = f"{format_bytes(progress.file_done_bytes)}/{format_bytes(progress.file_bytes)}"
-            verb = "verifying " if progress.phase == "verifying" else ""
-            line.update(progress.done_bytes, progress.total_bytes, f"{verb}{progress.file} {share}")
-
-        files = fetch(model, resolved, show)
+    files = pull(cli, model, load_settings({"offline": flags["offline"]}))
     size_bytes = gguf_bytes(files.gguf) if files.gguf else folder_bytes(files.directory)
     if flags["as_json"]:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,7 @@ from localllm.cli.options import (
     takes,
 )
 from localllm.cli.prompt import argument_text, has_blanks, split_positionals
+from localllm.cli.pulling import PULL
 from localllm.cli.selection import select_resumed, select_text_only
 from localllm.cli.source import (
     FORM_OPTIONS,
@@ -170,6 +172,7 @@ EXCLUSIVE = {
     "stop",
     *FORM_OPTIONS,
     EngineConfig,
+    PULL,
     options.NO_ATTACH,
 )
 def run_command(context: typer.Context, **flags: Any) -> None:
@@ -181,9 +184,12 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     flags["continue"] = flags.pop("continues")
     cli = cli_context(context)
     _refuse_conflicts(flags)
+    word, text = _positionals(flags)
+    if _is_for_chat(cli, text, flags):
+        _chat(context, word, flags)
+        return
     form = typed_grammar(flags, cli.output)
     choice = choice_of(flags)
-    word, text = _positionals(flags)
     chat = "last" if flags["continue"] else flags["session"]
     resumed = None if chat is None else look_up(cli.output, chat)
     selection = _select(cli, word, text, flags, resumed)
@@ -214,6 +220,26 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         finally:
             recorder.catch_up()
     require_met(cli, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
+
+
+def _is_for_chat(cli: CliContext, text: str | None, flags: Mapping[str, Any]) -> bool:
+    """Return whether the line names no prompt, where somebody who sits at a terminal can type one."""
+    if text is not None or not cli.can_ask or not cli.output.stdout_is_terminal:
+        return False
+    from localllm.cli.chat import chat_command
+
+    typed = {name for name, value in flags.items() if value not in (None, False, [], ())}
+    taken = {*inspect.signature(chat_command).parameters, "continue", "session"}
+    return typed <= taken
+
+
+def _chat(context: typer.Context, word: str | None, flags: Mapping[str, Any]) -> None:
+    """Open a chat with the flags of `run` that it has, too."""
+    from localllm.cli.chat import chat_command
+
+    taken = dict.fromkeys(set(inspect.signature(chat_command).parameters) - {"context"})
+    resume = "last" if flags["continue"] else flags["session"]
+    chat_command(context, **{**taken, **{name: flags.get(name) for name in taken}, "model": word, "resume": resume})
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -10,7 +10,7 @@ from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import Fix, ModelNotFoundError
 from localllm.runtime.engine_loader import refuse_idle_vram
-from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, locate, require_weights, with_defaults
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
@@ -19,11 +19,21 @@ if TYPE_CHECKING:
 def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """The model `word`, or the one that the settings name, and the settings under these flags; `cli` keeps both.
 
-    Raises ModelNotFoundError, SettingsError, CheckpointError. Uses no network.
+    Raises ModelNotFoundError, UnsupportedModelError, SettingsError, CheckpointError. Uses no network.
     """
     resolved = read_settings(cli, flags)
     cli.model = locate(resolved, word)
+    require_weights(cli.model)
     return with_defaults(resolved, cli.model)
+
+
+def select_or_pull(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
+    """Select a model, pulled before where it is not here and `pull_absent` may. Raises what both do."""
+    try:
+        return select(cli, word, flags)
+    except ModelNotFoundError as error:
+        _pull_absent(cli, flags, error)
+        return select(cli, word, flags)
 
 
 def select_text_only(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -51,9 +61,17 @@ def select_resumed(
         from localllm.runtime.server_client import named_at_server
 
         there = None if word is None or flags["no_attach"] else named_at_server(word)
-        if there is None:
-            raise
-        return select(cli, there, flags)
+        if there is not None:
+            return select(cli, there, flags)
+        _pull_absent(cli, flags, error)
+        return select(cli, held_with or word, flags)
+
+
+def _pull_absent(cli: CliContext, flags: Mapping[str, Any], error: ModelNotFoundError) -> None:
+    from localllm.cli.pulling import pull_absent
+
+    assert cli.resolved is not None
+    pull_absent(cli, cli.resolved, flags, error)
 
 
 def read_settings(cli: CliContext, flags: Mapping[str, Any]) -> ResolvedSettings:

@@ -16,8 +16,9 @@ from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
 from localllm.cli.options import choice, number, option, refuse_together, takes
+from localllm.cli.pulling import PULL
 from localllm.cli.replicas import require_sense, serve_replicas
-from localllm.cli.selection import select
+from localllm.cli.selection import select_or_pull
 from localllm.config import user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
@@ -120,6 +121,7 @@ SERVE_EXAMPLES = """Examples:
         "2",
     ),
     "private",
+    PULL,
     option(
         "--max-tokens",
         "Maximum length of an answer when the request sets none. Default: up to the end of the context, with memory "
@@ -139,7 +141,7 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     """
     cli = cli_context(context)
     require_sense(flags)
-    selection = select(cli, flags["model"], flags)
+    selection = select_or_pull(cli, flags["model"], flags)
     if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])

@@ -13,6 +13,7 @@ from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModel
 from localllm.gguf.architectures import ARCHITECTURES, VARYING
 from localllm.gguf.metadata import MOST, Json, Metadata, Shape
 from localllm.gguf.rope import DEFAULT_THETA, rope_scaling, share_of
+from localllm.registry import unknown_architecture
 
 _SPECIAL = (3, 4)  # token types: control, user-defined
 _ENDINGS = frozenset(
@@ -43,9 +44,7 @@ def hf_config(
     architecture = str(metadata["general.architecture"])
     own = ARCHITECTURES.get(architecture)
     if own is None:
-        why = f"supported architectures: {', '.join(ARCHITECTURES)}"
-        what = f"{source}: a model of the architecture {show(architecture)} cannot run here"
-        raise UnsupportedModelError(what, why=why, fix="choose another model: localllm list --all")
+        raise unknown_architecture(source, {"model_type": architecture}, ARCHITECTURES)
     file = Metadata(metadata, tensors, factors, architecture, source)
     return _common(file.in_first_layer() if architecture in VARYING else file) | own(file)
 

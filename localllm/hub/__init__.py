@@ -41,11 +41,25 @@ __all__ = [
     "current",
     "describe",
     "described",
+    "download_bytes",
     "list_models",
     "locate",
     "pull",
     "removal",
 ]
+
+
+def download_bytes(name: str, *, offline: bool = False) -> int:
+    """Return how many bytes `pull` would fetch of a model of the hub, of which none are here. Raises what it does."""
+    from localllm.hub.fetch import listed_bytes
+    from localllm.hub.http import HubClient
+
+    registry, hub = load_registry(), HubSettings.from_environment(offline=offline)
+    reference = understand(name, registry)
+    if reference.repo is None or hub.offline:
+        locate(name, registry=registry, offline=offline)
+        return 0
+    return listed_bytes(HubClient(hub, reference.repo, name), reference.revision, reference.part)
 
 
 def pull(name: str, *, progress: Progress = lambda _: None, offline: bool = False) -> ModelFiles:

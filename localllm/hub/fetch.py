@@ -20,7 +20,7 @@ from localllm.hub.locks import exclusive
 from localllm.hub.quants import GgufChoice, is_gguf_name, models_among, pick, several
 from localllm.hub.settings import Progress, PullProgress
 from localllm.hub.transfer import FileTransfer, RemoteFile
-from localllm.registry import FAMILIES, QUANTIZERS
+from localllm.registry import FAMILIES, QUANTIZERS, unknown_architecture
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
@@ -56,6 +56,13 @@ def fetch_repository(
             return _Pull(client, cache, described, progress, part).run(revision)
     except OSError as error:
         raise repo_cache.disk_error(error, cache.folder, 0) from None
+
+
+def listed_bytes(client: HubClient, revision: str, part: str = "") -> int:
+    """Return the bytes of all files that `fetch_repository` would fetch. Raises what it does."""
+    listing = _Listing.read(client.listing(revision, lambda _: None), client, client.repo, part)
+    small, weights = listing.wanted(client)
+    return sum(file.size_bytes for file in (*small, *weights))
 
 
 class _Pull:
@@ -166,11 +173,9 @@ class _Pull:
         config = repo_cache.read_json(self._snapshot / "config.json")
         model_type = config.get("model_type")
         if isinstance(model_type, str) and model_type not in FAMILIES:
-            raise UnsupportedModelError(
-                f"{self._cache.repo} is a {model_type[:40]!r} model, which this version cannot run",
-                why=f"it runs {', '.join(sorted(FAMILIES))}; no weights were fetched",
-                fix=Fix.command("list", "--all"),
-            )
+            error = unknown_architecture(self._cache.repo, config, FAMILIES)
+            error.why += "; no weights were fetched"
+            raise error
         section = config.get("quantization_config") or config.get("compression_config")
         method = section.get("quant_method") if isinstance(section, dict) else None
         if isinstance(method, str) and method not in QUANTIZERS:

@@ -221,4 +221,6 @@ def _directory(name: str) -> ModelReference:
 
 def without_config(folder: Path) -> str:
     """Why a folder without config.json is not a model."""
+    if present.is_file(folder / "adapter_config.json"):
+        return "it is an adapter, which changes another model; adapters are not supported yet"
     return f"it has no config.json, and no GGUF file; it holds {len(list(folder.iterdir()))} other files"

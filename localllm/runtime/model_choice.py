@@ -54,12 +54,12 @@ class ModelChoice:
             return "here"
         wanted = self.row.download_bytes
         if wanted is not None and self.row.partial_bytes:
-            return f"{format_bytes(max(0, wanted - self.row.partial_bytes))} left"
-        return "" if wanted is None else format_bytes(wanted)
+            return f"{_size(max(0, wanted - self.row.partial_bytes))} left"
+        return "" if wanted is None else _size(wanted)
 
     @property
     def memory_text(self) -> str:
-        return format_bytes(self.verdict.memory_bytes) if self.verdict and self.verdict.memory_bytes else ""
+        return _size(self.verdict.memory_bytes) if self.verdict and self.verdict.memory_bytes else ""
 
     @property
     def speed_text(self) -> str:
@@ -74,6 +74,11 @@ class ModelChoice:
     def context_text(self) -> str:
         tokens = self.row.context or 0
         return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens or "")
+
+
+def _size(num_bytes: int) -> str:
+    """Return an amount in at most eight characters: 14.5 GiB, 961 MiB."""
+    return format_bytes(num_bytes) if num_bytes >= 1 << 30 else f"{num_bytes >> 20} MiB"
 
 
 def model_choices(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import ResolvedSettings
-from localllm.errors import BugError, LocalLLMError, ModelNotFoundError
+from localllm.errors import BugError, LocalLLMError, ModelNotFoundError, UnsupportedModelError
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
 from localllm.runtime.error_origins import with_origins
 from localllm.settings import SamplingSettings, Settings
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from localllm.engine.request import SamplingParams
     from localllm.hub import ModelFiles
     from localllm.registry import ModelEntry
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool =
             if not any(fix.runs("pull") for fix in error.fixes):
                 error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
         raise
+
+
+def require_weights(files: ModelFiles) -> None:
+    """Raise UnsupportedModelError where a folder of the user's has a config.json and no weights that are read."""
+    folder = files.directory
+    if files.gguf is not None or files.repo is not None or any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for suffix in _PICKLES for path in folder.glob(f"*{suffix}"))
+    if pickles:
+        what, why = f"the weights of {folder} are pickles", f"{pickles[0]} could run code when it is read, so it is not"
+    else:
+        what, why = f"{folder} has no weights", "it has a config.json, and no .safetensors and no .gguf file"
+    raise UnsupportedModelError(what, why=why, fix="copy the model's .safetensors files, or a .gguf file, into it")
 
 
 def is_model(word: str) -> bool:

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from localllm.errors import show
 from localllm.gguf.folder import DESCRIPTION, GgufModel
 from localllm.layers.config import DeltaNetConfig
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
-from localllm.models.families.reading import eos_ids, unsupported
+from localllm.models.families.reading import eos_ids
 from localllm.models.fields import Fields
 from localllm.models.strict_json import JsonLimits, read_json_object
-from localllm.registry import FAMILIES
+from localllm.registry import FAMILIES, unknown_architecture
 
 _LIMITS = JsonLimits()
 # The text model's keys are in a section, which may name a family of its own.
@@ -89,8 +88,7 @@ def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:
     if model_type is None:
         raise fields.refuse("model_type", "the name of the architecture")
     if model_type not in FAMILIES:
-        known = ", ".join(sorted({*FAMILIES.values()}))
-        raise unsupported(source, f"a model of the architecture {show(model_type)}", known)
+        raise unknown_architecture(source, raw, FAMILIES)
     family_name = FAMILIES[model_type]
     if model_type in _MULTIMODAL:
         family_name = FAMILIES.get(_text_type(fields), family_name)

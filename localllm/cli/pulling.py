@@ -1,0 +1,85 @@
+"""Pulling a model on the command line: because it was asked for, or because a command needs it and it is not here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from localllm.cli.context import CliContext
+from localllm.cli.options import option
+from localllm.config import ResolvedSettings, format_bytes
+from localllm.errors import Fix, ModelNotFoundError
+from localllm.runtime.download import fetch
+from localllm.runtime.fit_check import judge
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles, PullProgress
+
+PULL = option("--pull", "Download the model if it is not on this disk. On a terminal you are asked without it.")
+
+
+def pull(cli: CliContext, name: str, resolved: ResolvedSettings) -> ModelFiles:
+    """Fetch a model's files, and show how far it is. Raises what `hub.pull` does."""
+    cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(name)}"
+    noted = ""
+    with cli.output.progress(f"pulling {name}", plain_lines=True) as line:
+
+        def show(progress: PullProgress) -> None:
+            """Show the total and the current file in one line; what is out of the ordinary as a note."""
+            nonlocal noted
+            if progress.phase in ("waiting", "retrying") and progress.note != noted:
+                noted = progress.note
+                line.interject(noted)
+            if not progress.total_bytes:
+                line.show(f"{progress.phase} {progress.note}")
+                return
+            share = f"{format_bytes(progress.file_done_bytes)}/{format_bytes(progress.file_bytes)}"
+            verb = "verifying " if progress.phase == "verifying" else ""
+            line.update(progress.done_bytes, progress.total_bytes, f"{verb}{progress.file} {share}")
+
+        files = fetch(name, resolved, show)
+    cli.interrupts.farewell = ""
+    return files
+
+
+def pull_absent(
+    cli: CliContext, resolved: ResolvedSettings, flags: Mapping[str, Any], error: ModelNotFoundError
+) -> None:
+    """Pull the model that `error` says is not here, where --pull or the user wants that.
+
+    Raises the error where there is nothing to pull, where the command has no --pull, and where nobody can be asked.
+    Leaves where the answer is no.
+    """
+    name = next((fix.words[2] for fix in error.fixes if fix.runs("pull")), None)
+    if name is None or "pull" not in flags or resolved.settings.offline:
+        raise error
+    if not flags["pull"]:
+        if not cli.can_ask:
+            error.fix = [*error.fixes, Fix.flag("--pull")]
+            raise error
+        cli.output.note(f"{name} is not on this disk: {', '.join(_facts(cli, name, resolved))}")
+        if not cli.confirms("Download it?"):
+            cli.output.note(f"nothing was downloaded; localllm pull {shlex.quote(name)} does it")
+            raise typer.Exit(error.exit_code)
+    pull(cli, name, resolved)
+
+
+def _facts(cli: CliContext, name: str, resolved: ResolvedSettings) -> list[str]:
+    """Return what a download takes and how the model would run, for as much as is known. Asks the hub for the size."""
+    from localllm import hub
+    from localllm.registry import load_registry
+
+    with cli.output.progress("asking the hub") as line:
+        facts = [f"{format_bytes(hub.download_bytes(name, offline=False))} to download"]
+        verdict = judge(name, resolved, line.show)
+    entry = load_registry().find(name)
+    if entry is not None:
+        facts.append(f"licence {entry.licence}")
+    if verdict.memory_bytes:
+        facts.append(f"{format_bytes(verdict.memory_bytes)} in memory")
+    if verdict.kind != "unknown":
+        facts.append(verdict.details if verdict.tok_s is not None else f"{verdict.text} ({verdict.why})")
+    return facts
