@@ -129,7 +129,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tm
         assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
         assert "the prompt has 9 tokens" in shown(app) and "/detach" not in shown(app)
         (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
-        app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
+        app.chat.take_command(f"/attach {tmp_path / 'a.txt'}")
         await press(pilot, "enter", until="/detach, /undo, /clear, or shorten the prompt")
 
 
