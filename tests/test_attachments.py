@@ -106,6 +106,12 @@ def test_the_tokens_of_files_are_counted_apart(talk: Talk) -> None:
     assert files is not None and question is not None and int(files[1]) > 40 > int(question[1])
 
 
+def test_run_takes_the_text_of_a_pdf_for_a_file(model: Path) -> None:
+    Path("a.pdf").write_bytes(pdf("The first page."))
+    shown = run_cli("run", model, "--file", "a.pdf", "-p", "What of me@a.pdf and @a.pdf?", "--show-prompt")
+    assert shown.out.decode().count("The first page.\n\nWhat of me@a.pdf and @a.pdf?") == 1
+
+
 # What is read
 
 
@@ -250,6 +256,9 @@ def test_a_path_is_completed_behind_its_sign() -> None:
     assert completed("see @no") == [("see @Notes.txt ", "Notes.txt"), ("see @notes.md ", "notes.md")]
     assert completed("@my") == [('@"my folder/', "my folder/")]
     assert completed('@"my folder/') == [('@"my folder/a b.txt" ', "my folder/a b.txt")]
+    assert completed("@notes.m")[0] == completed("@notes.md")[0] == ("@notes.md ", "notes.md")
     assert completed("@.h") == [("@.hidden ", ".hidden")]
     assert [path for _, path in completed("@")] == ["Notes.txt", "my folder/", "notes.md"]
+    Path("Notes.md").write_text("x")
+    assert [path for _, path in completed("@notes.md")] == ["notes.md", "Notes.md"]
     assert completed("me@no") == completed("no") == completed("@none/") == []

@@ -120,7 +120,7 @@ def completed(message: str) -> list[tuple[str, str]]:
 
 
 def _entries(folder: str, begun: str) -> list[tuple[str, bool]]:
-    """The names in a folder that begin so, in their order, and whether each is a folder; hidden ones where a dot was
+    """The names in a folder that begin so, a whole one first, and whether each is a folder; hidden ones where a dot was
     typed."""
     try:
         with os.scandir(_on_disk(folder or ".")) as entries:
@@ -133,7 +133,7 @@ def _entries(folder: str, begun: str) -> list[tuple[str, bool]]:
             ]
     except OSError:
         return []
-    return sorted(found)[:_MOST_COMPLETIONS]
+    return sorted(found, key=lambda each: (each[0] != begun, each))[:_MOST_COMPLETIONS]
 
 
 def _is_there(path: str) -> bool:
