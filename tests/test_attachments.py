@@ -106,6 +106,13 @@ def test_the_tokens_of_files_are_counted_apart(talk: Talk) -> None:
     assert files is not None and question is not None and int(files[1]) > 40 > int(question[1])
 
 
+def test_a_file_in_front_of_another_question_is_found_in_the_cache(talk: Talk) -> None:
+    Path("notes.md").write_text("The fox met an owl by the mill. " * 8)
+    errors = talk("@notes.md Who met?", "/clear", "@notes.md Where did they meet?", "/cache").err
+    found = re.search(r"(\d+) of the last prompt's (\d+) tokens were found", errors)
+    assert found is not None and int(found[1]) >= 64
+
+
 def test_run_takes_the_text_of_a_pdf_for_a_file(model: Path) -> None:
     Path("a.pdf").write_bytes(pdf("The first page."))
     shown = run_cli("run", model, "--file", "a.pdf", "-p", "What of me@a.pdf and @a.pdf?", "--show-prompt")
@@ -170,7 +177,7 @@ def test_what_has_no_text_is_refused_by_its_kind(name: str, data: bytes, why: st
 
 @pytest.mark.slow
 def test_a_pdf_that_takes_too_long_is_given_up() -> None:
-    Path("slow.pdf").write_bytes(pdf(*["a"] * 12, draws="BT /F1 12 Tf " + "(a) Tj " * 2_000_000 + "ET"))
+    Path("slow.pdf").write_bytes(pdf(*["a"] * 60, draws="BT /F1 12 Tf " + "(a) Tj " * 400_000 + "ET"))
     with pytest.raises(UsageError, match=r"slow.pdf") as caught:
         read_attachment("slow.pdf")
     assert "30 s of the CPU" in caught.value.why
