@@ -44,11 +44,11 @@ def text_of_file(path: Path) -> tuple[str, str]:
     """
     try:
         with _opened(path) as file:
-            begins = file.read(_MARK_WITHIN)
+            begins = file.read(_MARK_WITHIN) or b""  # None: of the kernel's logs, which would be waited for
             file.seek(0)
             if _PDF_MARK in begins:
                 return _text_of_pdf(path, file)
-            data = file.read(MAX_INPUT_BYTES + 1)
+            data = file.read(MAX_INPUT_BYTES + 1) or b""
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         why = f"{getattr(error, 'strerror', None) or error}{_nearest_name(path)}"
         raise _refused(path, why, shlex.join(["ls", "-l", str(path.parent)])) from error
