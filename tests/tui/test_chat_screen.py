@@ -372,7 +372,7 @@ async def test_hints_name_the_users_own_keys() -> None:
     }
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
         await until(pilot, "F9 shows the models")
-        assert "/ for commands, ctrl+o for help" in shown(app)
+        assert "@ for files, ctrl+o for help" in shown(app)
         await begin(pilot, "one")
         await send(pilot, "two", until="an answer is being written: F12 stops it")
         await press(pilot, "f4", "n", until="an answer is being written: F12 in the chat stops it")

@@ -57,7 +57,7 @@ class Composer(TextArea):
     def __init__(self, draft: str, key_names: KeyNames, suggestions: Suggestions) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
-            placeholder=f"Write a message. / for commands, {key_names['app.help']} for help",
+            placeholder=f"Write a message. / for commands, @ for files, {key_names['app.help']} for help",
         )  # fmt: skip
         self.write(draft)
         self._suggestions = suggestions  # the arrows move in it where it is shown
