@@ -71,8 +71,8 @@ def test_a_file_that_cannot_be_read_takes_the_question_with_it(talk: Talk) -> No
 
 
 def test_a_path_that_is_not_there_stays_text_and_is_told_of(talk: Talk) -> None:
-    result = talk("Mail me@home.org about @dataclass and @src/none.py", "/save chat.json")
-    assert questions() == ["Mail me@home.org about @dataclass and @src/none.py"]
+    result = talk("Mail me@home.org about @dataclass and @src/none.py.", "/save chat.json")
+    assert questions() == ["Mail me@home.org about @dataclass and @src/none.py."]
     assert result.err.count("it stays text") == 1 and "there is no file 'src/none.py'" in result.err
 
 

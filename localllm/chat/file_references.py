@@ -51,8 +51,8 @@ def references(message: str) -> NamedFiles:
             files.append(path)
         elif path is not None:
             remarks.append(f"@{path} is a folder, and stays text: @{path.rstrip('/')}/NAME attaches a file in it")
-        elif found[1] or _LOOKS_LIKE_PATH.fullmatch(found[2].rstrip(_PUNCTUATION)):
-            remarks.append(f"there is no file {(found[1] or found[2])[:80]!r}: it stays text")
+        elif (word := found[1] or found[2].rstrip(_PUNCTUATION)) == found[1] or _LOOKS_LIKE_PATH.fullmatch(word):
+            remarks.append(f"there is no file {word[:80]!r}: it stays text")
     return NamedFiles(tuple(dict.fromkeys(files)), tuple(dict.fromkeys(remarks))[:_MOST_REMARKS])
 
 
