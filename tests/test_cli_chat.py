@@ -54,10 +54,10 @@ def test_regen_answers_the_same_question_anew(talk, tmp_path: Path) -> None:
 
 def test_system_and_file_are_part_of_what_the_model_reads(talk, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("a note\n")
-    talk("/system be brief", "/file note.txt", "what is it?", "/save chat.json")
+    talk("/system be brief", "/attach note.txt", "what is it?", "/save chat.json")
     assert saved(tmp_path)[:2] == [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "a note\n\nwhat is it?"},
+        {"role": "user", "content": "File note.txt:\n```txt\na note\n```\n\nwhat is it?"},
     ]
 
 
@@ -104,8 +104,8 @@ def test_stats_takes_on_or_off_and_nothing_else(talk) -> None:
     ("line", "fix"),
     [
         ("/load nowhere.json", "/load PATH"),
-        ("/file nowhere.txt", "/file PATH"),
-        ("/file latin.txt", "iconv -f ISO-8859-1 -t UTF-8 latin.txt > latin.txt.utf8, then /file latin.txt.utf8"),
+        ("/attach nowhere.txt", "ls -l ."),
+        ("/load latin.txt", "iconv -f ISO-8859-1 -t UTF-8 latin.txt > latin.txt.utf8, then /load latin.txt.utf8"),
         ("/load number.json", "/help"),
         ("/set temperature hot", "/set shows every setting"),
     ],
@@ -178,7 +178,7 @@ def test_who_takes_the_other_commands_flag_is_shown_this_ones(line: list[str], f
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("/undo 3", "takes no argument"), ("/load", "needs a path"), ("/file", "path")]
+    ("line", "words"), [("/undo 3", "takes no argument"), ("/load", "needs a path"), ("/detach a", "takes no argument")]
 )
 def test_a_command_refuses_what_it_would_ignore_and_what_it_lacks(talk, line: str, words: str) -> None:
     result = talk(line)

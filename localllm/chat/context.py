@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import context_used, filled
+from localllm.chat.attachments import length_of_files, typed_part
 from localllm.engine.events import GrownEvent
 from localllm.errors import ContextOverflowError, Fix
 from localllm.text.eviction import (
@@ -185,7 +186,7 @@ class ContextMeter:
 class ContextUsage:
     """The tokens of a context by what they are for.
 
-    parts: system, history, question, answer, template.
+    parts: system, history, question, answer, template; files, of those in front of questions, where there are any.
     num_out: messages that have left the context.
     """
 
@@ -207,9 +208,22 @@ def context_usage(
         "question": messages[last : last + 1],
         "answer": messages[last + 1 :],
     }
-    counts = {name: sum(count(text_of(message)) for message in some) for name, some in parts.items()}
+    counts = {name: sum(count(_without_files(message)) for message in some) for name, some in parts.items()}
+    if files := [file for message in messages for file in _files(message)]:
+        counts["files"] = sum(map(count, files))
     counts["template"] = max(0, used - sum(counts.values()))
     return ContextUsage(used, limit, counts, num_out)
+
+
+def _files(message: Message) -> list[str]:
+    """Return the files in front of a question as one text, if there are any."""
+    text = text_of(message)
+    length = length_of_files(text) if message["role"] == "user" else 0
+    return [text[:length]] if length else []
+
+
+def _without_files(message: Message) -> str:
+    return typed_part(text_of(message)) if message["role"] == "user" else text_of(message)
 
 
 def usage_lines(usage: ContextUsage) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.chat.attachments import Attachment
 from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
 from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
@@ -23,14 +24,6 @@ _SET = Origin("flag", "/set")
 _THOUGHT = "reasoning_content"  # of a message in a file
 # The settings that `/set` can change while a model is loaded.
 SETTABLE = taken_by("/set")
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """A text file that waits for the next question. path: as it was typed."""
-
-    path: str
-    text: str
 
 
 @dataclass
@@ -94,7 +87,7 @@ class Dialogue:
     def ask(self, text: str) -> None:
         """Add a question, with the attached files in front of it."""
         self.opening = self.opening or text
-        parts = [*(file.text.rstrip("\n") for file in self.attached), text]
+        parts = [*(file.quoted for file in self.attached), text]
         self.attached.clear()
         self.turns.append({"role": "user", "content": "\n\n".join(parts)})
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from localllm.chat.answer import Answer, Piece
+from localllm.chat.attachments import typed_part
 from localllm.chat.dialogue import Dialogue, Message
 from localllm.chat.text_file import write_new
 from localllm.chat.thoughts import kept_apart
@@ -178,7 +179,7 @@ class ChatRecorder:
 
     @property
     def _first_title(self) -> str:
-        first = next((content_of(turn)[0] for turn in self.dialogue.turns if turn["role"] == "user"), "")
+        first = next((typed_part(content_of(turn)[0]) for turn in self.dialogue.turns if turn["role"] == "user"), "")
         return title_of(self.dialogue.opening or first) if self.dialogue.turns else ""
 
     @property

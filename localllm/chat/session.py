@@ -6,13 +6,14 @@ Knows engines, dialogues and the history. Knows no terminal: front ends show wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer, context_used
+from localllm.chat.attachments import Attachment, FileMeter, files_of, read_attachment, typed_part
 from localllm.chat.context import (
     REMEDIES,
     ContextMeter,
@@ -25,7 +26,8 @@ from localllm.chat.context import (
     offer_policies,
     text_of,
 )
-from localllm.chat.dialogue import Attachment, Dialogue, Message
+from localllm.chat.dialogue import Dialogue, Message
+from localllm.chat.file_references import is_same, named_by, references
 from localllm.chat.miss_report import Explanation, explain
 from localllm.chat.recorder import AnswerRecording, Notifier, Resumed, recorder_of
 from localllm.chat.text_file import read_text_file, typed_path
@@ -134,6 +136,7 @@ class ChatSession:
     def _reset(self) -> None:
         self._meter = ContextMeter()
         self._noted = ""  # the last notice about the setting `think`
+        self._file_meter = FileMeter(self.engine)
 
     # The model
 
@@ -152,6 +155,7 @@ class ChatSession:
         """Take another model, which is still to be loaded."""
         self.selection = selection
         self.engine = self.pending = None
+        self._reset()
         self.dialogue.use(selection.resolved)
         self.recorder.use_model(selection.model_name)
 
@@ -215,14 +219,20 @@ class ChatSession:
         with self._restoring(before):
             yield
 
-    @contextmanager
-    def editing(self, question: Mapping[str, Any], text: str) -> Iterator[None]:
-        """Ask another question in place of this turn; the block asks for its answer. Raises UsageError."""
-        before = list(self.dialogue.turns)
-        index = next((index for index, turn in enumerate(before) if turn is question), None)
+    def editing(self, question: Mapping[str, Any], text: str) -> AbstractContextManager[None]:
+        """Ask another question in place of this turn; the block asks for its answer. Its files stay as they were read,
+        but for those that it named and names no more. Raises UsageError, then nothing is changed."""
+        index = next((index for index, turn in enumerate(self.dialogue.turns) if turn is question), None)
         if index is None:
             raise UsageError("the question is not there any more", why="the chat shows others", fix="write it anew")
+        files = [*self.dialogue.attached, *_kept_files(text_of(self.dialogue.turns[index]), text)]
+        return self._replacing(index, text, [*files, *self._named_files(text, files)])
+
+    @contextmanager
+    def _replacing(self, index: int, text: str, files: list[Attachment]) -> Iterator[None]:
+        before = list(self.dialogue.turns)
         self.dialogue.cut(index)
+        self.dialogue.attached = files
         self.dialogue.ask(text)
         with self._restoring(before):
             yield
@@ -389,10 +399,36 @@ class ChatSession:
         self.dialogue.save(file, overwrite=overwrite)
         return file
 
-    def attach(self, path: str) -> Attachment:
-        """Put a text file before the next question. Raises UsageError."""
-        self.dialogue.attached.append(Attachment(path, read_text_file(typed_path(path), "/file")))
-        return self.dialogue.attached[-1]
+    def attach(self, paths: Sequence[str]) -> None:
+        """Put files in front of the next question: all, or none. Raises UsageError."""
+        self.dialogue.attached += self._read(paths, self.dialogue.attached)
+
+    def put_question(self, text: str) -> None:
+        """Add a question, behind the attached files and those that it names by `@path`. Raises UsageError for one that
+        cannot be attached; nothing is added then."""
+        self.dialogue.attached += self._named_files(text, self.dialogue.attached)
+        self.dialogue.ask(text)
+
+    def described(self, file: Attachment) -> str:
+        """Return what a file costs, and how it was read: "1,240 tokens, 12 pages"."""
+        return self._file_meter.described(file)
+
+    def _named_files(self, text: str, beside: Sequence[Attachment]) -> list[Attachment]:
+        """Return the files that a question names and that are not among those beside it, and tell their sizes."""
+        named = references(text)
+        files = self._read(named.files, beside)
+        for note in (*named.remarks, *(f"{file.path}: {self.described(file)}" for file in files)):
+            self._notifier.note(note)
+        return files
+
+    def _read(self, paths: Sequence[str], beside: Sequence[Attachment]) -> list[Attachment]:
+        """Return the files of these paths, without those that are there already."""
+        files: list[Attachment] = []
+        for path in paths:
+            if not any(is_same(path, file.path) for file in (*beside, *files)):
+                files.append(read_attachment(path))
+                self._file_meter.require_room(files[-1], grows=self._policy == "grow")
+        return files
 
     def set_system(self, text: str | None) -> None:
         """Replace the system message of this conversation and the next ones."""
@@ -423,6 +459,12 @@ class ChatSession:
         """Record what was missed, and close the history."""
         self.recorder.catch_up()
         self.recorder.close()
+
+
+def _kept_files(before: str, text: str) -> list[Attachment]:
+    """Return the files of a question for another wording of it."""
+    named, still_named = (named_by(part) for part in (typed_part(before), text))
+    return [file for file in files_of(before) if file.path not in named or file.path in still_named]
 
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from localllm.chat.context import usage_lines
+from localllm.chat.file_references import typed_paths
 from localllm.chat.session import ChatSession
 from localllm.errors import UsageError
 
@@ -28,6 +29,18 @@ def _undo(session: ChatSession, _: str) -> list[str]:
 def _clear(session: ChatSession, _: str) -> list[str]:
     session.clear()
     return ["started a new conversation"]
+
+
+def _attach(session: ChatSession, text: str) -> list[str]:
+    if text:
+        session.attach(typed_paths(text))
+    files = [f"{file.path}: {session.described(file)}" for file in session.dialogue.attached]
+    return [f"before the next question: {', '.join(files)}"] if files else ["no file is attached"]
+
+
+def _detach(session: ChatSession, _: str) -> list[str]:
+    session.dialogue.attached.clear()
+    return _attach(session, "")
 
 
 def _fork(session: ChatSession, _: str) -> list[str]:
@@ -94,11 +107,8 @@ COMMANDS: Mapping[str, Command] = {
         lambda session, text: [f"title: {session.recorder.rename(text)}"],
     ),
     "sessions": Command("", "list the latest saved chats"),
-    "file": Command(
-        "PATH",
-        "put a text file before the next question",
-        lambda session, path: [f"{len(session.attach(path).text)} characters go before the next question"],
-    ),
+    "attach": Command("[PATH...]", "put files before the next question, or list them; @PATH in it does so", _attach),
+    "detach": Command("", "remove the files attached to the next question", _detach),
     "save": Command(
         "[PATH]", "save the conversation to a JSON file", lambda session, path: [f"wrote {session.save(path)}"]
     ),
@@ -117,7 +127,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
-_ALIASES = {"exit": "bye", "quit": "bye", "?": "help"}
+_ALIASES = {"exit": "bye", "quit": "bye", "?": "help", "file": "attach"}
 
 
 def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def typed_path(text: str) -> Path:
 def read_text_file(path: Path, flag: str) -> str:
     """Return the whole text of a file. Raises UsageError for one that is absent, binary or too large.
 
-    flag: the option or command that names it, `--file` on a command line or `/file` in a chat.
+    flag: the option or command that names it, `--file` on a command line or `/load` in a chat.
     """
     try:
         if flag.startswith("/") and path.exists() and not path.is_file():  # a pipe would hold a chat up for ever

@@ -15,6 +15,8 @@ import typer
 
 from localllm.chat import slash
 from localllm.chat.answer import statistics
+from localllm.chat.attachments import folded
+from localllm.chat.file_references import dropped
 from localllm.chat.recorder import Resumed, look_up
 from localllm.chat.session import ChatSession, mended_in_chat
 from localllm.chat.text_file import ExistsError, typed_path
@@ -151,7 +153,7 @@ def _show_resumed(output: Output, resumed: Resumed) -> None:
     for turn in last:
         is_thinking = any(turn is each for each in resumed.thinking)
         content = content_of(turn)[0]
-        said = told_apart(content, is_thinking=is_thinking)[1] if turn["role"] == "assistant" else content
+        said = told_apart(content, is_thinking=is_thinking)[1] if turn["role"] == "assistant" else folded(content)
         lines = said.strip().splitlines()
         for index, line in enumerate(lines[:_SHOWN_LINES]):
             output.note((">>> " if index == 0 else "... ") + line if turn["role"] == "user" else line)
@@ -232,6 +234,9 @@ class LineChat:
         message = self._reader.message()
         if message is None:
             self._leave()
+        elif files := dropped(message):
+            self._session.attach(files)
+            self._note(slash.run(self._session, "attach", ""))
         elif message.startswith("/"):
             name, rest = slash.split_command(message)
             if name in self._own_commands:
@@ -240,7 +245,7 @@ class LineChat:
                 self._note(slash.run(self._session, name, rest))
             self._session.recorder.sync()
         elif message.strip():
-            self._session.dialogue.ask(argument_text(message, "the message").strip())
+            self._session.put_question(argument_text(message, "the message").strip())
             self._answer()
 
     def _note(self, lines: Iterable[str]) -> None:

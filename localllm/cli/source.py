@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.chat.file_kinds import text_of_file
 from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
 from localllm.chat.tool_words import adapted
@@ -105,7 +106,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     paths = flags["file"] or []
     is_form_piped = _form_of_stdin(flags) is not None
     parts = [] if Path("-") in paths or is_form_piped else [read_stdin(output)]
-    parts += [read_input(path, "--file", output) for path in paths]
+    parts += [_read_file(path, output) for path in paths]
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
@@ -120,6 +121,11 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
     question = prompt if text else prompt.rstrip("\n")
     return asked(question, argument_text(system, "--system") if system else None)
+
+
+def _read_file(path: Path, output: Output) -> str:
+    """The text of a file of the prompt. Raises UsageError."""
+    return text_of_file(path)[0] if path.suffix.lower() == ".pdf" else read_input(path, "--file", output)
 
 
 def asked(question: str, system: str | None) -> Source:

@@ -6,16 +6,16 @@ Knows no widgets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import slash
 from localllm.chat.answer import Answer
+from localllm.chat.attachments import Attachment
 from localllm.chat.context import ContextUsage
-from localllm.chat.dialogue import Attachment
 from localllm.chat.recorder import Resumed, export_chat, look_up
 from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
 from localllm.chat.text_file import typed_path, write_new
@@ -180,7 +180,8 @@ class ChatWorker:
 
     def say(self, text: str) -> None:
         self._remember(text)
-        self.session.dialogue.ask(text)
+        with self._returning_question():
+            self.session.put_question(text)
         self.session.recorder.sync()
         self._show()
         self._reply()
@@ -195,7 +196,9 @@ class ChatWorker:
     def edit(self, question: Turn, text: str) -> None:
         """Replace a question and answer it; the history has both branches."""
         self._remember(text)
-        self._reply_to(self.session.editing(question, text))
+        with self._returning_question():
+            change = self.session.editing(question, text)
+        self._reply_to(change)
 
     def go_on(self) -> None:
         if self._engine is None:
@@ -259,10 +262,6 @@ class ChatWorker:
         self.session.use_model(selection)
         self._is_another = True
 
-    def detach(self) -> None:
-        self.session.dialogue.attached.clear()
-        self._show()
-
     def save_code(self, code: str, path: str) -> None:
         write_new(typed_path(path), code)
         self.note(f"wrote {path}: {len(code):,} characters")
@@ -304,7 +303,7 @@ class ChatWorker:
     def _show(self) -> None:
         dialogue, recorder = self.session.dialogue, self.session.recorder
         turns = tuple(dialogue.turns)
-        attached = tuple((file.path, len(file.text)) for file in dialogue.attached)
+        attached = tuple((file.path, self.session.described(file)) for file in dialogue.attached)
         thinking = frozenset(i for i, turn in enumerate(turns) if dialogue.begins_in_thought(turn))
         about = recorder.title, recorder.session_id, recorder.is_private
         ending = self.answers.ending_of(turns)
@@ -344,7 +343,7 @@ class ChatWorker:
         name, facts = self.session.selection.files.name, found.facts()
         self.answers.facts = facts
         self._post(messages.ModelReady(name, facts))
-        self._count()
+        self._show_and_count()
         if self._is_another:
             self.note(f"loaded {name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
             self._warn_of_length()
@@ -357,6 +356,15 @@ class ChatWorker:
     def _remember(self, question: str) -> None:
         """Remember what is typed and attached of a question, which is returned where it is refused."""
         self._typed, self._sent_with = question, [*self.session.dialogue.attached]
+
+    @contextmanager
+    def _returning_question(self) -> Iterator[None]:
+        """Return what was typed where a file that it names cannot be attached."""
+        try:
+            yield
+        except LocalLLMError:
+            self._post(messages.QuestionReturned(self._typed))
+            raise
 
     def _reply_to(self, change: AbstractContextManager[None]) -> None:
         try:

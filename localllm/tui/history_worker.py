@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from localllm.chat.attachments import typed_part
 from localllm.chat.recorder import exported, form_of, opened_history, proposed_name
 from localllm.chat.text_file import ExistsError, replace_file, typed_path, write_new
 from localllm.errors import HistoryError, UsageError
@@ -170,4 +171,4 @@ def past_questions() -> tuple[str, ...]:
             found = history.questions(_MOST_ASKED)
     except HistoryError:  # the next job that writes reports it
         return ()
-    return tuple(text for text in found if len(text) <= _LONGEST_ASKED)
+    return tuple(typed for text in found if len(typed := typed_part(text)) <= _LONGEST_ASKED)

@@ -41,15 +41,15 @@ class ModelFailed(Message):
 class ConversationChanged(Message):
     """The conversation as it is now. Turns that did not change are the same objects.
 
-    attached: names of files that wait for the next question, and their characters. ending: why the last answer ends
-    where it does; "" for a complete one. thinking: the turns that are answers beginning in a thought.
+    attached: names of files that wait for the next question, and what they cost. ending: why the last answer ends where
+    it does; "" for a complete one. thinking: the turns that are answers beginning in a thought.
     """
 
     turns: tuple[Turn, ...]
     title: str
     session_id: str | None
     is_private: bool
-    attached: tuple[tuple[str, int], ...] = ()
+    attached: tuple[tuple[str, str], ...] = ()
     ending: str = ""
     thinking: frozenset[int] = frozenset()
 

@@ -129,7 +129,7 @@ async def test_a_prompt_that_is_too_long_is_refused_and_nothing_of_it_is_lost(tm
         assert app.chat.composer.text == "much too long" and app.chat.num_turns == 0
         assert "the prompt has 9 tokens" in shown(app) and "/detach" not in shown(app)
         (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
-        app.chat.take_command(f"/file {tmp_path / 'a.txt'}")
+        app.chat.take_command(f"/attach {tmp_path / 'a.txt'}")
         await press(pilot, "enter", until="/detach, /undo, /clear, or shorten the prompt")
 
 
@@ -372,7 +372,7 @@ async def test_hints_name_the_users_own_keys() -> None:
     }
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
         await until(pilot, "F9 shows the models")
-        assert "/ for commands, ctrl+o for help" in shown(app)
+        assert "@ for files, ctrl+o for help" in shown(app)
         await begin(pilot, "one")
         await send(pilot, "two", until="an answer is being written: F12 stops it")
         await press(pilot, "f4", "n", until="an answer is being written: F12 in the chat stops it")

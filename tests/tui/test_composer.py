@@ -14,7 +14,7 @@ from localllm.tui import drafts
 from localllm.tui.app import ChatApp
 from localllm.tui.widgets.composer import Suggestions
 from tests.thinning import one_in
-from tests.tui.support import FakeService, chat_app, chatting, command, press, running, say, send, shown, texts, until
+from tests.tui.support import FakeService, chat_app, chatting, press, running, say, send, shown, texts, until
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -153,16 +153,6 @@ async def test_the_editor_writes_the_message(monkeypatch: pytest.MonkeyPatch) ->
     async with chatting() as (app, pilot):
         await pilot.press(*"this", "ctrl+g")
         assert app.chat.composer.text == "this and more"
-
-
-async def test_a_file_is_put_before_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "notes.txt").write_text("the notes")
-    monkeypatch.chdir(tmp_path)  # a long path is shown on two lines
-    async with chatting() as (app, pilot):
-        await command(pilot, "/file notes.txt", until="(9 characters)")
-        await say(pilot, "What of it?")
-        assert texts(app)[0][1] == "the notes\n\nWhat of it?" and "(9 characters)" not in shown(app)
-        await command(pilot, "/file /no/such/file", until=lambda: app.chat.notice.error is not None)
 
 
 async def test_a_folded_paste_is_deleted_as_a_whole() -> None:

@@ -86,7 +86,7 @@ async def test_a_note_is_shown_below_an_error_and_the_next_command_closes_that()
 
 async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_back() -> None:
     async with chatting() as (app, pilot):
-        for text in ("/nope", "/file"):
+        for text in ("/nope", "/load"):
             await send(pilot, text, until=lambda: app.chat.notice.error is not None)
             assert app.chat.composer.text == ""
             await pilot.press("up")
@@ -167,18 +167,19 @@ async def test_a_model_that_is_refused_at_once_leaves_the_chat_with_the_one_that
         assert texts(app)[-1] == ("assistant", "Two.")
 
 
-@pytest.mark.parametrize("line", one_in(5, ["/file", "/save", "/load", "/export", "/code 1"]))
+@pytest.mark.parametrize("line", one_in(5, ["/attach", "/save", "/load", "/export", "/code 1"]))
 async def test_a_home_that_there_is_not_is_refused_by_name(line: str) -> None:
     async with chatting(FakeService(["```\nx\n```"]), asked="one") as (app, pilot):
         await command(pilot, f"{line} ~nobody-5/a", until=lambda: app.chat.notice.error is not None)
         assert "there is no '~nobody-5/a'" in shown(app)
 
 
-async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "why"), [("/attach", "it is a pipe or a device"), ("/load", "it is not a file")])
+async def test_a_pipe_is_no_file_and_holds_nothing_up(tmp_path: Path, name: str, why: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     async with chatting() as (app, pilot):
-        await command(pilot, f"/file {tmp_path / 'pipe'}", until=lambda: app.chat.notice.error is not None)
-        assert "it is not a file" in shown(app)
+        await command(pilot, f"{name} {tmp_path / 'pipe'}", until=lambda: app.chat.notice.error is not None)
+        assert why in shown(app)
         await say(pilot, "one")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
+from localllm.chat.attachments import files_of
 from localllm.chat.recorder import ChatRecorder, look_up
 from localllm.engine.events import FinishedEvent, Timings, TokenEvent, Usage
 from localllm.errors import CardFaultError, HistoryError, LocalLLMError, TemplateError, UnsupportedModelError
@@ -209,11 +210,11 @@ async def test_the_files_of_a_question_that_was_taken_back_wait_for_it(tmp_path:
     (tmp_path / "a.txt").write_text("NOTE", encoding="utf-8")
     service = FakeService([FAILURE, "B"])
     async with chatting(service) as (app, pilot):
-        await command(pilot, f"/file {tmp_path / 'a.txt'}", until="a.txt (4 characters)")
+        await command(pilot, f"/attach {tmp_path / 'a.txt'}", until="a.txt (")
         await send(pilot, "one", until=lambda: app.chat.composer.text == "one" and not app.chat.is_answering)
-        assert "a.txt (4 characters)" in shown(app)
+        assert "a.txt (" in shown(app)
         await press(pilot, "enter", until=lambda: app.chat.num_turns == 2)
-        assert texts(app)[0] == ("user", "NOTE\n\none")
+        assert files_of(texts(app)[0][1])[0].text == "NOTE"
 
 
 async def test_a_thought_that_is_gone_on_with_stays_a_thought() -> None:

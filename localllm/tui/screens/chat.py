@@ -16,6 +16,7 @@ from textual.widgets import Footer, Static
 
 from localllm.chat import slash
 from localllm.chat.answer import statistics
+from localllm.chat.attachments import typed_part
 from localllm.chat.context import usage_lines
 from localllm.chat.text import one_line, printable, visible
 from localllm.chat.thoughts import kept_apart
@@ -279,7 +280,6 @@ class ChatScreen(Screen[None]):
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
             "copy": self._copy_command,
             "code": self._code_command,
-            "detach": lambda _: do(worker.detach),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
             "sessions": lambda _: self._run("chats"),
             "plan": lambda _: self._run("plan"),
@@ -446,7 +446,7 @@ class ChatScreen(Screen[None]):
         if index < 0 or self.is_answering:
             self.notice.note(self._busy if index >= 0 else "there is no question")
         else:
-            self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
+            self.panel.edit(self._turns[index], typed_part(content_of(self._turns[index])[0]))
 
     def copy(self, text: str, what: str) -> None:
         """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""

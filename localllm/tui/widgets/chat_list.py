@@ -19,6 +19,7 @@ from textual.strip import Strip
 from textual.visual import Visual
 from textual.widgets import Static
 
+from localllm.chat.attachments import folded
 from localllm.chat.text import format_ago, one_line, visible
 from localllm.chat.thoughts import split
 from localllm.config import format_time
@@ -229,6 +230,8 @@ def _said(message: SavedMessage, query: str) -> Content:
     text = message.content
     if message.role == "assistant" and not query:
         text = split(text, is_thinking=message.begins_in_thought)[1].strip() or text
+    elif message.role == "user" and not query:
+        text = folded(text)
     places = search.places(text, query)
     first = max(0, places[0][0] - _BEFORE) if places and len(text) > _MOST else 0
     shown = ("…" if first else "") + text[first : first + _MOST] + ("…" if first + _MOST < len(text) else "")

@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
+from localllm.chat.file_references import completed, dropped, reference
 from localllm.chat.text import one_line, printable, visible
 from localllm.tui.commands import completions
 from localllm.tui.keys import KeyNames
@@ -56,7 +57,7 @@ class Composer(TextArea):
     def __init__(self, draft: str, key_names: KeyNames, suggestions: Suggestions) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
-            placeholder=f"Write a message. / for commands, {key_names['app.help']} for help",
+            placeholder=f"Write a message. / for commands, @ for files, {key_names['app.help']} for help",
         )  # fmt: skip
         self.write(draft)
         self._suggestions = suggestions  # the arrows move in it where it is shown
@@ -157,9 +158,16 @@ class Composer(TextArea):
         event.prevent_default()
         event.stop()
         text = printable(event.text.replace("\r\n", "\n").replace("\r", "\n"))
-        if text.count("\n") + 1 > _FOLDED_LINES or len(text) > _FOLDED_CHARACTERS:
+        if files := [] if self.text.startswith("/") else dropped(text):
+            text = f"{' ' * self._is_in_word}{' '.join(map(reference, files))} "
+        elif text.count("\n") + 1 > _FOLDED_LINES or len(text) > _FOLDED_CHARACTERS:
             text = self._folded(text)
         self.insert(text)
+
+    @property
+    def _is_in_word(self) -> bool:
+        row, column = self.selection.start
+        return not self.document.get_line(row)[:column][-1:].isspace() and column > 0
 
     def _folded(self, text: str) -> str:
         lines = len(text.splitlines())
@@ -205,8 +213,9 @@ class ComposerPanel(Vertical):
         """The text being written."""
         return self.composer.unfolded(self._aside) if self._is_finding else self.composer.unsent
 
-    def attach(self, files: Sequence[tuple[str, int]]) -> None:
-        names = [f"+ {one_line(name)} ({count:,} characters)" for name, count in files]
+    def attach(self, files: Sequence[tuple[str, str]]) -> None:
+        """Show the files that wait for the next question. files: names, and what they cost."""
+        names = [f"+ {one_line(name)} ({cost})" for name, cost in files]
         self._attached.update(Content("  ".join(names)))
         self._attached.display = bool(files)
 
@@ -267,7 +276,8 @@ class ComposerPanel(Vertical):
             self._has_found = bool(found)
             self._show_mode()
         else:
-            self._suggestions.suggest(completions(text) if self.editing is None else [])
+            commands = completions(text) if self.editing is None else []
+            self._suggestions.suggest(commands or completed(text))
 
     def action_find(self) -> None:
         if self._is_finding:

@@ -11,6 +11,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
+from localllm.chat.attachments import folded
 from localllm.chat.text import visible
 from localllm.chat.thoughts import Splitter, kept_apart, split
 from localllm.history import content_of
@@ -112,7 +113,7 @@ class QuestionView(MessageView):
     """A question, or any other message that is not an answer."""
 
     def render(self) -> Content:
-        text = self.text
+        text = folded(self.text)
         lines = visible(text[:_MOST_CHARACTERS]).split("\n")
         parts = [Content("\n".join(lines[:_MOST_LINES]))]
         if self.role != "user":

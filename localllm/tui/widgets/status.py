@@ -130,6 +130,7 @@ _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
 _PARTS = {  # in their order on the bar
     "template": "$primary-darken-2",
     "system": "$secondary",
+    "files": "$secondary-lighten-2",
     "history": "$primary",
     "question": "$primary-lighten-2",
     "answer": "$accent",
@@ -162,7 +163,11 @@ def model_line(model: str, usage: ContextUsage | None) -> list[tuple[int, Conten
         share = usage.used / usage.limit
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
         parts.append((1, Content.styled(f"{min(usage.used, usage.limit):,}/{usage.limit:,}", style)))
-        shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
+        shown = [
+            f"{name} {usage.parts[name]:,}"
+            for name in ("system", "files", "history", "answer")
+            if usage.parts.get(name)
+        ]
         parts.append((2, Content.styled(" ".join(shown), "$foreground-muted")))
     return parts
 
