@@ -83,11 +83,11 @@ class Browser:
         file.write_bytes(base64.b64decode(self.command("GET", "/screenshot")))
 
     def requests(self) -> list[str]:
-        """The addresses of all requests since the last call."""
+        """The addresses of all requests over the network since the last call."""
         entries = self.command("POST", "/se/log", {"type": "performance"})
         messages = [json.loads(each["message"])["message"] for each in entries]
         sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-        return [each["request"]["url"] for each in sent]
+        return [each["request"]["url"] for each in sent if each["request"]["url"].startswith(("http", "ws"))]
 
     def complaints(self) -> list[str]:
         """What the console has said since the last call."""

@@ -39,19 +39,20 @@ function stop() {
 async function answer() {
     const running = (answering = new AbortController()), asked = chat, request = requestOf(asked);
     const message = {role: "assistant", content: "", reasoning_content: ""}, view = new MessageView(message);
+    const model = page.model.value;
     let failure = null, began = 0;
     keep(asked);
     asked.messages.push(message);
     page.messages.append(view.article);
     refreshModels();
-    const waiting = tellWaiting(view);
+    const waiting = tellWaiting(view, model);
     showState("Answering");
     try {
         for await (const chunk of server.answer(request, running.signal)) {
-            if (!began) refreshModels(); // it is loaded by now
+            if (!began && !contextOf(model)) refreshModels(); // it has been loaded
             began ||= performance.now();
             clearInterval(waiting);
-            add(chunk, message, (performance.now() - began) / 1000);
+            add(chunk, message, contextOf(model), (performance.now() - began) / 1000);
             view.showSoon(message, follow);
         }
     } catch (error) {
@@ -78,13 +79,12 @@ function requestOf({messages}) {
     };
 }
 
-/** Add a chunk to the message, and note what it has cost so far. */
-function add({choices: [choice], usage, timings, numEvicted}, message, seconds) {
+/** Add a chunk to the message, and note what it has cost so far. ctx: in tokens, where it is known. */
+function add({choices: [choice], usage, timings, numEvicted}, message, ctx, seconds) {
     message.content += choice.delta.content ?? "";
     message.reasoning_content += choice.delta.reasoning_content ?? "";
     const tokens = timings?.predicted_n ?? usage.completion_tokens;
     const rate = timings ? timings.predicted_per_second : seconds && (tokens - 1) / seconds;
-    const ctx = models.find((each) => each.name === page.model.value)?.ctx;
     message.note = [
         tokens === 1 ? "1 token" : `${tokens} tokens`,
         rate > 0 && `${rate.toFixed(1)} tok/s`,
@@ -104,6 +104,11 @@ function tellWaiting(view) {
     };
     tell();
     return setInterval(tell, 1000);
+}
+
+/** Return the length of a model's context, nothing where it is not loaded. */
+function contextOf(model) {
+    return models.find(({name}) => name === model)?.ctx;
 }
 
 function drop(message, asked, view) {
@@ -132,6 +137,10 @@ function show() {
 function showState(said = "") {
     page.said.textContent = said;
     page.send.textContent = answering ? "Stop" : "Send";
+    offerAgain();
+}
+
+function offerAgain() {
     again.remove();
     const last = chat.messages.at(-1);
     if (last && !answering) {
@@ -142,11 +151,12 @@ function showState(said = "") {
     follow();
 }
 
+/** Show the error, with what helps, in place of the one before. */
 function showError(error) {
-    const isTooLong = error.code === "context_length_exceeded";
-    const restart = element("button", {type: "button", class: "quiet", onclick: () => openNew()}, "New chat");
-    page.messages.append(errorView(error, ...(isTooLong ? [restart] : [])));
-    follow();
+    const restart = element("button", {type: "button", class: "quiet", onclick: openNew}, "New chat");
+    page.messages.querySelector(".error")?.remove();
+    page.messages.append(errorView(error, ...(error.code === "context_length_exceeded" ? [restart] : [])));
+    offerAgain();
 }
 
 function follow() {

@@ -10,6 +10,7 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const TASK = /^\[([ xX])\](?:\s|$)/;
 const DEEPEST = 12; // levels of lists and quotes; what is deeper stays text
+const MOST_OPEN = 64; // marks of emphasis that wait for their ends; each new one looks through them
 const TAB = 4;
 
 /** Shows a text that grows: only the blocks that have changed are made anew. */
@@ -255,7 +256,7 @@ function emphasize(open, mark, before, after) {
         open.at(-1).content.append(TAGS[mark].reduceRight((inner, tag) => element(tag, {}, inner), content));
     } else if (closes && mark === "***" && open.length > 2) {
         for (const part of open.at(-1).mark === "*" ? ["*", "**"] : ["**", "*"]) emphasize(open, part, before, after);
-    } else if (opens) open.push({mark, content: new DocumentFragment()});
+    } else if (opens && open.length < MOST_OPEN) open.push({mark, content: new DocumentFragment()});
     else open.at(-1).content.append(mark);
 }
 
