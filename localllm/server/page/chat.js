@@ -9,6 +9,7 @@ const NEAR_END_PX = 40; // from the end of the conversation, where what is new i
 const page = Object.fromEntries([...document.querySelectorAll("[id]")].map((each) => [each.id, each]));
 const server = new Server(askKey);
 const again = element("button", {type: "button", class: "quiet", onclick: regenerate});
+const edit = element("button", {type: "button", class: "quiet", onclick: editQuestion}, "Edit question");
 
 let chat = storage.newChat();
 let models = []; // as the server listed them last
@@ -28,6 +29,15 @@ function regenerate() {
     if (chat.messages.at(-1).role === "assistant") chat.messages.pop();
     show();
     answer();
+}
+
+/** Take the last question back, to be asked in other words. */
+function editQuestion() {
+    if (chat.messages.at(-1).role === "assistant") chat.messages.pop();
+    page.question.value = chat.messages.pop().content;
+    show();
+    showState();
+    page.question.focus();
 }
 
 function stop() {
@@ -142,11 +152,12 @@ function showState(said = "") {
 
 function offerAgain() {
     again.remove();
+    edit.remove();
     const last = chat.messages.at(-1);
     if (last && !answering) {
         again.textContent = last.role === "user" ? "Ask again" : "Regenerate";
         const place = page.messages.querySelector(".error") ?? page.messages.lastElementChild.querySelector("footer");
-        place.append(again);
+        place.append(again, edit);
     }
     follow();
 }
