@@ -105,12 +105,11 @@ function add({choices: [choice], usage, timings, numEvicted}, message, ctx, seco
 }
 
 /** Say each second what the answer waits for. Return the timer. */
-function tellWaiting(view) {
-    const began = performance.now(), name = page.model.value;
+function tellWaiting(view, model) {
+    const began = performance.now();
     const tell = () => {
-        const isLoaded = models.some((each) => each.name === name && each.ctx !== null);
         const seconds = Math.round((performance.now() - began) / 1000);
-        view.wait(`${isLoaded ? "reading" : `loading ${name}`} … ${seconds} s`);
+        view.wait(`${contextOf(model) ? "reading" : `loading ${model || "the model"}`} … ${seconds} s`);
     };
     tell();
     return setInterval(tell, 1000);
