@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -78,9 +77,6 @@ class Browser:
     def cdp(self, name: str, **parameters: Any) -> Any:
         """A command of Chromium's own protocol."""
         return self.command("POST", "/goog/cdp/execute", {"cmd": name, "params": parameters})
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.command("GET", "/screenshot")))
 
     def requests(self) -> list[str]:
         """The addresses of all requests over the network since the last call."""

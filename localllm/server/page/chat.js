@@ -29,6 +29,7 @@ function regenerate() {
     if (chat.messages.at(-1).role === "assistant") chat.messages.pop();
     show();
     answer();
+    page.question.focus(); // which the button had that is gone now
 }
 
 /** Take the last question back, to be asked in other words. */
