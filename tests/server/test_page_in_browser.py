@@ -17,7 +17,7 @@ from tests.cli_support import write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
 from tests.server import browser
 from tests.server.browser import CONTROL, ENTER, ESCAPE, SHIFT, Browser
-from tests.server.support import Running, Says, num_cancelled, running
+from tests.server.support import Patch, Running, Says, num_cancelled, running
 
 pytestmark = pytest.mark.skipif(
     browser.CHROMIUM is None or browser.DRIVER is None, reason="there is no Chromium with its chromedriver here"
@@ -392,7 +392,9 @@ def test_another_model_says_that_it_is_loading(window: Browser, tmp_path: Path) 
         wait_for(lambda: page.script("return model.value") == "other")
 
 
-def test_a_model_that_is_loading_answers_when_it_is_there(window: Browser) -> None:
+def test_a_model_that_is_loading_answers_when_it_is_there(window: Browser, monkeypatch: Patch) -> None:
+    """Also where that takes longer than the server lets a request wait."""
+    monkeypatch.setattr("localllm.runtime.model_pool.LOAD_WAIT_S", 0.05)
     loaded = threading.Event()
 
     def load() -> Engine:
@@ -403,5 +405,6 @@ def test_a_model_that_is_loading_answers_when_it_is_there(window: Browser) -> No
         page.wait_for_text("#model", "tiny (not loaded)")
         ask(page)
         page.wait_for_text(LAST_NOTE, "loading tiny … ")
+        server.line_with("503 loading")
         loaded.set()
         page.wait_for_text(ANSWER, " ")

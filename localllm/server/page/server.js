@@ -9,7 +9,7 @@ export class ServerError extends Error {
     }
 }
 
-/** askKey(isWrong): ask the user for the API key; null where there is none. */
+/** askKey(isWrong): asks the user for the API key; "" where it is not given. */
 export class Server {
     #asked = null;
 
@@ -23,8 +23,8 @@ export class Server {
         return data.map((model) => ({name: model.id, ctx: model.meta.n_ctx}));
     }
 
-    /** Yield the chunks of an answer, each with the usage so far; numEvicted: turns that have left the context. signal:
-     *  aborts it, in the server too. */
+    /** Yield the chunks of an answer, each with the usage so far. signal: aborts it, in the server too.
+     *  numEvicted, of each chunk: turns that have left the context. */
     async *answer(request, signal) {
         const body = JSON.stringify({...request, stream: true, stream_options: {continuous_usage_stats: true}});
         const reply = await this.#reply("/v1/chat/completions", {method: "POST", body, signal});
@@ -35,7 +35,7 @@ export class Server {
         }
     }
 
-    /** Return a reply that is none of a refusal; ask for the key, and wait for a model that is being loaded. */
+    /** Return the reply, asking for the key and waiting for a model that is being loaded. Throws what else is refused. */
     async #reply(path, options = {}) {
         for (;;) {
             const key = sessionStorage.getItem(KEY);
