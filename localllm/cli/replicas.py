@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from localllm.cli.addresses import address_of, tell_addresses
 from localllm.cli.context import CliContext
 from localllm.cli.options import flag_of
 from localllm.errors import Fix, UsageError
@@ -46,9 +47,8 @@ def serve_replicas(
     capacity: Capacity,
     sockets: Sequence[socket.socket],
     admission: Admission,
-    addresses: Sequence[str],
 ) -> None:
-    """Answers at these addresses, which are bound, until it is stopped. Raises why the replicas cannot start."""
+    """Answers at these sockets, until it is stopped. Raises why the replicas cannot start."""
     from localllm.server.http_server import serve
     from localllm.server.replicas.fleet import Fleet
     from localllm.server.replicas.front import ReplicaFront as Door
@@ -84,7 +84,7 @@ def serve_replicas(
             def wait() -> None:
                 try:
                     if fleet.wait_started():
-                        _tell(cli, selection, fleet, addresses, line.clear)
+                        _tell(cli, selection, fleet, [address_of(sock) for sock in sockets], line.clear)
                 except BaseException as error:
                     failures.append(error)
                     stop()
@@ -104,5 +104,5 @@ def _tell(
     clear()
     many = "1 replica" if fleet.num_replicas == 1 else f"{fleet.num_replicas} replicas"
     cli.output.note(f"serving {selection.files.name} ({many} on Ray Serve) on {' and '.join(addresses)}")
-    cli.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
+    tell_addresses(cli.output, addresses)
     cli.output.note("run, chat, ps, load and stop do not find this server: its replicas are Ray's processes")

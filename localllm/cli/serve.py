@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.cli import options
+from localllm.cli.addresses import address_of, tell_addresses
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
 from localllm.cli.options import choice, number, option, refuse_together, takes
@@ -137,7 +138,7 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     """Serve models to the applications on this machine.
 
     Loads MODEL, and other models on this disk when a request names them. Clients of OpenAI, Anthropic and Ollama use
-    the same address. Ctrl-C ends it.
+    the same address, and a browser finds a chat there. Ctrl-C ends it.
     """
     cli = cli_context(context)
     require_sense(flags)
@@ -174,8 +175,7 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
                 raise
         admission = _admission(cli, flags, sockets)
         if flags["ray"]:
-            addresses = [f"http://{_shown(sock)}" for sock in sockets]
-            serve_replicas(cli, selection, flags, capacity, sockets, admission, addresses)
+            serve_replicas(cli, selection, flags, capacity, sockets, admission)
             return
         check(selection)
         assert cli.resolved is not None
@@ -190,7 +190,7 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
         )
         server = ModelServer(pool, capacity, flags["pooling"] or "mean")
         stack.callback(server.close)
-        first = _First(cli, server, [f"http://{_shown(sock)}" for sock in sockets])
+        first = _First(cli, server, [address_of(sock) for sock in sockets])
         log = cli.output.note if not flags["quiet"] else lambda _line: None
         inner = create_router(endpoints(first.addresses, first.stop), server)
         app = Doors(create_app(server, admission, log=log, with_metrics=flags["metrics"]), inner)
@@ -283,12 +283,7 @@ class _First:
             return
         room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
         self._cli.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
-        self._cli.output.note("OpenAI: /v1, Anthropic: /v1/messages, Ollama: /api; Ctrl-C stops")
-
-
-def _shown(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        tell_addresses(self._cli.output, self.addresses)
 
 
 def _admission(cli: CliContext, flags: Mapping[str, Any], sockets: Sequence[socket.socket]) -> Admission:

@@ -12,13 +12,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.server import anthropic, ollama, openai, system_routes
-from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log
+from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log, Metrics
 from localllm.server.bodies import ignored_fields, read_body
 from localllm.server.endpoint import OPENAPI_PATH, ApiCall, Endpoint, document
 from localllm.server.errors import ClientGoneError, RequestError
 from localllm.server.guard import Admission, Guard
 from localllm.server.model_server import ModelServer
 from localllm.server.replies import JsonReply, error_reply, unless_gone
+from localllm.server.web_page import PAGE_PATH, WebPage
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *system_routes.ENDPOINTS)
 
@@ -31,7 +32,12 @@ def create_app(
     """log: called with a line for each request, without its contents."""
     endpoints = endpoints_of(needs_key=admission.key_digest is not None, with_metrics=with_metrics)
     router = create_router(endpoints, server)
-    return AccessLog(Guard(router, admission), [each.path for each in endpoints], server.metrics, log)
+    return guarded(router, admission, endpoints, server.metrics, log)
+
+
+def guarded(app: ASGIApp, admission: Admission, endpoints: Sequence[Endpoint], metrics: Metrics, log: Log) -> ASGIApp:
+    """Return the application behind the log and the checks that every server has, beside the page for browsers."""
+    return AccessLog(Guard(app, admission, WebPage()), [*(each.path for each in endpoints), PAGE_PATH], metrics, log)
 
 
 def endpoints_of(*, needs_key: bool, with_metrics: bool) -> list[Endpoint]:

@@ -27,6 +27,7 @@ from localllm.errors import LocalLLMError, UsageError
 from localllm.server.access_log import IGNORED_HEADER
 from localllm.server.errors import RequestError
 from localllm.server.replies import JsonReply, error_reply
+from localllm.server.web_page import WebPage
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::(?P<port>\d{1,5}))?")
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#]*)(?P<path>/[^?#]*)?", re.IGNORECASE)
@@ -127,11 +128,12 @@ def _is_address(name: str) -> bool:
 
 
 class Guard:
-    """Stands in front of the application: only admitted requests reach it."""
+    """Stands in front of the application: only admitted requests reach it. page: the one thing that needs no key."""
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, page: WebPage) -> None:
         self._app = app
         self._admission = admission
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _use_origin_form(scope)
@@ -144,7 +146,9 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                raw = [(name.encode("ascii"), value.encode("latin-1")) for name, value in more.items()]
+                own = Headers(raw=message["headers"])
+                named = {name: value for name, value in more.items() if name not in own}
+                raw = [(name.encode("ascii"), value.encode("latin-1")) for name, value in named.items()]
                 message["headers"] = [*message["headers"], *raw]
             await send(message)
 
@@ -156,14 +160,26 @@ class Guard:
                 raise RequestError(400, what, why=why, name="invalid_request", headers={"connection": "close"})
             hosts = headers.getlist("host")
             self._admission.require_host(hosts[0] if len(hosts) == 1 else None)
-            self._admission.require_origin(origin)
+            if not _is_own_page(headers):
+                self._admission.require_origin(origin)
             if scope["method"] == "OPTIONS":
                 app = JsonReply({}, 200, {} if origin is None else _preflight(headers))
+            elif (file := self._page.reply(scope)) is not None:
+                app = file
             else:
                 self._admission.require_key(headers)
         except RequestError as error:
             app = error_reply(scope, error)
         await app(scope, receive, with_headers)
+
+
+def _is_own_page(headers: Headers) -> bool:
+    """Return whether the request is of a page that came from the address which the request names, and which is known to
+    be this server's. https: behind a proxy with TLS. There browsers tell a page that came without TLS apart by
+    Sec-Fetch-Site, which they do not send to http:// addresses of other machines."""
+    origin, host = headers.get("origin", ""), headers.get("host", "").lower()
+    is_same = headers.get("sec-fetch-site", "same-origin") == "same-origin"
+    return is_same and origin in (f"http://{host}", f"https://{host}")
 
 
 def _use_origin_form(scope: Scope) -> None:

@@ -109,6 +109,7 @@ def test_others_need_the_key_that_is_shown_once(home: Path) -> None:
         with serving(home, "--host", "0.0.0.0", "--quiet", "--parallel", "2") as served:
             shown.append("".join(served.said))
             served.url = served.url.replace("0.0.0.0", "127.0.0.1")
+            assert served.wait_for("chat in a browser").endswith(f" {served.url}\n")
             with pytest.raises(urllib.error.HTTPError) as refused:
                 served.ask("/v1/models")
             assert refused.value.code == 401

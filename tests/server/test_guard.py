@@ -21,6 +21,8 @@ from localllm.server.app import ENDPOINTS
 from localllm.server.endpoint import OPENAPI_PATH
 from localllm.server.errors import RequestError
 from localllm.server.guard import Admission, given_key, kept_key
+from localllm.server.replies import JsonReply
+from localllm.server.web_page import WebPage
 from tests.server.conftest import Connect
 from tests.server.support import Patch, Running, each_once, running, wait_for
 
@@ -243,8 +245,42 @@ def test_two_hosts_are_none_for_the_guard_either() -> None:
     async def send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
-    asyncio.run(guard.Guard(app, Admission((1,)))(scope, app, send))  # type: ignore[arg-type]
+    asyncio.run(guard.Guard(app, Admission((1,)), WebPage())(scope, app, send))  # type: ignore[arg-type]
     assert statuses == [403]
+
+
+LAN = Admission((8420,), is_local=False, hosts=("box.local",))
+HERE, BOX = "192.168.1.7:8420", "box.local"
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "site", "status"),
+    [
+        (HERE, f"http://{HERE}", None, 200),
+        (BOX, f"https://{BOX}", "same-origin", 200),  # behind a proxy with TLS
+        (BOX, f"http://{BOX}", "cross-site", 403),  # where another has made a page without TLS of that name
+        (HERE, "http://192.168.1.7:3000", None, 403),
+        (HERE, "http://192.168.1.7", None, 403),
+        (HERE, "http://192.168.1.8:8420", None, 403),
+        (HERE, f"ftp://{HERE}", None, 403),
+        (HERE, "null", None, 403),
+        ("evil.test:8420", "http://evil.test:8420", "same-origin", 403),  # DNS rebinding
+        ("evil.test", "https://evil.test", "same-origin", 403),
+    ],
+)
+def test_the_server_s_own_page_is_let_in_by_whatever_name_it_was_opened(
+    host: str, origin: str, site: str | None, status: int
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await JsonReply({})(scope, receive, send)
+
+    async def posted() -> int:
+        transport = httpx2.ASGITransport(guard.Guard(app, LAN, WebPage()))
+        headers = {"host": host, "origin": origin, **({} if site is None else {"sec-fetch-site": site})}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://any") as client:
+            return (await client.post("/v1/chat/completions", headers=headers)).status_code
+
+    assert asyncio.run(posted()) == status
 
 
 def test_a_made_key_is_shown_once_and_kept_as_its_digest(tmp_path: Any) -> None:

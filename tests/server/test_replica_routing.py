@@ -259,6 +259,15 @@ def test_each_header_comes_once() -> None:
     assert len(names) == len(set(names)) and "x-request-id" in names and "content-security-policy" in names
 
 
+def test_the_front_has_the_page_for_browsers_while_there_is_no_replica() -> None:
+    async def opened() -> httpx2.Response:
+        transport = httpx2.ASGITransport(create_front(asked_of([])[0], Admission((80,))))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/", headers={"accept": "text/html"})
+
+    assert "<!doctype html>" in asyncio.run(opened()).text
+
+
 NODE = {"CPU": 8.0, "memory": 40.0 * GIB}
 
 

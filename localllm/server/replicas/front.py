@@ -11,11 +11,11 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localllm.server.access_log import AccessLog, Log, Metrics
-from localllm.server.app import endpoints_of
+from localllm.server.access_log import Log, Metrics
+from localllm.server.app import endpoints_of, guarded
 from localllm.server.bodies import read_bytes
 from localllm.server.errors import ClientGoneError, Failure, RequestError, body_of, busy, dialect_of, failure_of
-from localllm.server.guard import Admission, Guard
+from localllm.server.guard import Admission
 from localllm.server.ollama.common import line
 from localllm.server.replicas.affinity import ReplicaCall, beginning_of
 from localllm.server.replies import EVENT_STREAM, NDJSON, error_reply, event, note_failure, unless_gone
@@ -32,8 +32,8 @@ class ReplicaGoneError(Exception):
 
 def create_front(front: ReplicaFront, admission: Admission, *, log: Log = lambda _line: None) -> ASGIApp:
     """The front behind the checks and the log that every server has."""
-    paths = [each.path for each in endpoints_of(needs_key=admission.key_digest is not None, with_metrics=False)]
-    return AccessLog(Guard(front, admission), paths, Metrics(), log)
+    endpoints = endpoints_of(needs_key=admission.key_digest is not None, with_metrics=False)
+    return guarded(front, admission, endpoints, Metrics(), log)
 
 
 class ReplicaFront:
