@@ -35,7 +35,7 @@ export class Server {
         }
     }
 
-    /** Return the reply, asking for the key and waiting for a model that is being loaded. Throws what else is refused. */
+    /** Return the reply. Asks for the key, waits for a model that is being loaded, throws every other refusal. */
     async #reply(path, options = {}) {
         for (;;) {
             const key = sessionStorage.getItem(KEY);
