@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "help": ("help", "Explain an error or a command."),
         "cache": ("cache", "Show or clear the prefix cache on the disk."),
         "sessions": ("sessions", "List, read, search, export and delete saved chats."),
-        "config": ("config", "Show the settings."),
+        "config": ("config", "Show and change the settings."),
     }
 )
 # The headings in the help under which they stand.

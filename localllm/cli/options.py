@@ -20,7 +20,7 @@ from localllm.errors import Fix, UsageError
 from localllm.settings import MACHINE, OUTPUT, SAMPLING, SETTINGS, Accepts, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Completion = Callable[[str], list[str]]
+Completion = Callable[..., list[str]]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.
@@ -68,6 +68,25 @@ def complete_connections(incomplete: str) -> list[str]:
     from localllm.runtime.client_configs import names
 
     return _beginning(incomplete, names())
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the settings that begin so."""
+    return _beginning(incomplete.replace("-", "_"), SETTINGS)
+
+
+def complete_setting_values(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the values that begin so, of the setting that the line names before."""
+    key = str(context.params.get("key") or "").replace("-", "_")
+    if key == "model":
+        return complete_models(incomplete)
+    if key not in SETTINGS:
+        return []
+    accepts = SETTINGS[key].accepts
+    if accepts.kind == "switch":
+        return _beginning(incomplete, ("true", "false"))
+    completion = completion_of(accepts)
+    return completion(incomplete) if completion is not None else []
 
 
 def completion_of(accepts: Accepts) -> Completion | None:
