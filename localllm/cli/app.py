@@ -136,14 +136,34 @@ def _help_page(command: Any, context: Any, *, everything: bool = False) -> str:
 def _quickened(parameters: list[Any], declared: Mapping[str, CommandParameter]) -> list[Any]:
     # To coerce a value, None included, typer imports pydantic: 80 ms of a start. Its own flags default to None.
     for parameter in parameters:
-        if parameter.name in ("help", "install_completion", "show_completion"):
+        if parameter.name in ("help", *_COMPLETION):
             parameter.default = False
+        if parameter.name in _COMPLETION:
+            parameter.help, parameter.callback = _COMPLETION[parameter.name], _serve_completion
         if parameter.name in ("help", "help_all"):
             parameter.callback = _print_help
         if "process_value" not in vars(parameter):
             row = declared.get(parameter.name)
             parameter.process_value = _checked(parameter, row.accepts if row is not None else None)
     return parameters
+
+
+# Typer's own scripts end a word of bash at the colon of a model's name, and wrap the help of a word of fish.
+_COMPLETION: Mapping[str, str] = MappingProxyType(
+    {
+        "install_completion": "Complete commands and names in this shell with Tab.",
+        "show_completion": "Print the script that does, to install it by hand.",
+    }
+)
+
+
+def _serve_completion(context: typer.Context, parameter: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from localllm.cli import completion
+
+        show_or_install = completion.show if parameter.name == "show_completion" else completion.install
+        show_or_install(cli_context(context).output)
+        raise typer.Exit
 
 
 def _print_help(context: typer.Context, parameter: Any, wanted: bool) -> None:
