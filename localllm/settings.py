@@ -198,8 +198,8 @@ class EngineConfig:
 
     ctx: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
-        "Context length in tokens. Default: up to 8192.\n"
-        "The model's own, if it is shorter; of a hybrid model up to 262144. Less if memory is short.",
+        "Context length in tokens. Default: at most 8192.\n"
+        "By default it is the model's own, at most 8192, of a hybrid 262144; less if memory is short.",
         group=MACHINE, is_basic=True,
     )  # fmt: skip
     ram: int | None = setting(
@@ -227,11 +227,11 @@ class EngineConfig:
     )  # fmt: skip
     weights: str = setting(
         "auto", Accepts("text", choices=WEIGHTS, prefix="kept-"), _MEASURED + "bench", "FORMAT",
-        "bf16, int8, int4, nf4, bf12 or kept. Default: auto.\n"
-        "Format of the weights. Fewer bits take less memory and are faster, at some loss of quality. bf12: bf16 "
-        "without loss in 12 bits. kept: a quantized file's own codes. Also int4-g32, -g64, -g128. auto: a file's own "
-        "codes if it has any, else the format that is already packed, else int4 for models of 512 MiB or more. Packed "
-        "on first use.",
+        "Weights: bf16, int8, int4, nf4, bf12, kept or auto.\n"
+        "Fewer bits take less memory and are faster, at some loss of quality. bf12: bf16 without loss in 12 bits. "
+        "kept: a quantized file's own codes. Also int4-g32, -g64, -g128. Packed on first use. Default: auto, which is "
+        "a file's own codes if it has any, else the format that is already packed, else int4 for models of 512 MiB or "
+        "more.",
         group=MACHINE, is_basic=True,
     )  # fmt: skip
     kv: str = setting(

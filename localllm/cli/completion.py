@@ -103,10 +103,10 @@ def install(output: Output) -> None:
 
 
 def _shell() -> str:
-    import shellingham  # comes with typer
+    import shellingham
 
     try:
-        shell = shellingham.detect_shell()[0]
+        shell: str = shellingham.detect_shell()[0]
     except shellingham.ShellDetectionFailure:
         shell = Path(os.environ.get("SHELL", "")).name
     if shell not in SCRIPTS:
