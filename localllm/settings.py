@@ -72,6 +72,8 @@ class Accepts:
     def likeliest(self, value: object) -> str:
         """Return the nearest value, else a usual one; "" where there is neither."""
         text = str(value).strip().casefold()
+        if text == "gpu" and "cuda" in self.choices:  # it is spelled more like cpu
+            return "cuda"
         if self.choices:
             bits = [letter for letter in text if letter.isdigit()]  # q4_k_m and 8bit are said elsewhere
             of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]

@@ -114,6 +114,7 @@ def test_the_last_entry_of_a_table_takes_the_table_with_it(file: Path) -> None:
         (["temperture", "0.5"], "localllm config set temperature 0.5"),
         (["ram", "8"], "localllm config set ram 8GiB"),
         (["kv", "int5"], "localllm config set kv int"),
+        (["device", "gpu"], "localllm config set device cuda"),
         (["private", "perhaps"], "localllm config unset private"),
         (["system", "Be", "brief"], "localllm config set system 'Be brief'"),
         (["keys", "x"], "write keys.NAME"),
