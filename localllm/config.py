@@ -161,12 +161,12 @@ def _from_file(path: Path) -> dict[str, tuple[Any, Origin]]:
         if key not in SETTINGS:
             raise unknown_key(key, where, SETTINGS)
         if SETTINGS[key].accepts.kind == "table" and isinstance(value, dict):
-            value = _flat(value, where)
+            value = flat_table(value, where)
         values[key] = (accepted(key, value, where), Origin("file", where))
     return values
 
 
-def _flat(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def flat_table(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Names with points are tables in tables to TOML, where nobody quotes them. Raises SettingsError for one that is
     there twice, quoted and not, and for a table without a name."""
     found: dict[str, Any] = {}
@@ -197,12 +197,13 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, Origin
             names = [*(ENVIRONMENT_PREFIX + key.upper() for key in SETTINGS), *OTHER_VARIABLES]
             raise unknown_key(variable, "the environment", names, fix=f"unset {variable}")
         if text:  # an empty variable is how a shell says "not set"
-            values[name] = (accepted(name, _parsed(name, text), variable), Origin("environment", variable))
+            values[name] = (accepted(name, parsed_setting(name, text), variable), Origin("environment", variable))
     return values
 
 
-def _parsed(name: str, text: str) -> object:
-    """The value that `text`, a variable's content, stands for; `text` itself where it is none of the kind."""
+def parsed_setting(name: str, text: str) -> object:
+    """The value that `text`, as a variable or a command has it, stands for; `text` itself where it is none of its
+    kind."""
     kind = SETTINGS[name].accepts.kind
     try:
         if kind == "integer":
@@ -251,10 +252,15 @@ def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
     return Fix.flag(flag, likeliest) if likeliest else Fix.advice(f"leave {flag} out, or give it {accepts.describe()}")
 
 
-def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str = "") -> SettingsError:
-    """The error for a key nobody reads; it names the nearest one that is."""
+def nearest_key(key: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return the known key that is spelled most like this one."""
     spelled = {name.casefold(): name for name in known}
-    nearest = spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]
+    return spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]
+
+
+def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str | Fix = "") -> SettingsError:
+    """The error for a key nobody reads; it names the nearest one that is."""
+    nearest = nearest_key(key, known)
     return SettingsError(
         f"unknown key {key[:80]!r} in {where}",
         why=f"the nearest is {nearest!r}; known are {', '.join(sorted(known))}",

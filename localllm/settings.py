@@ -33,6 +33,11 @@ SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip", "mtp"), "model:"
 DRAFT_TOKENS = 8  # at most, where nobody asked
 MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
 
+# Headings in the help of a command, under which its options stand.
+PROMPT, ANSWER, SAMPLING, OUTPUT, KEPT, MACHINE = (
+    "Prompt", "Answer", "Sampling", "Output", "Saved chats", "Memory and speed",
+)  # fmt: skip
+
 _OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people write it
 
 
@@ -67,6 +72,8 @@ class Accepts:
     def likeliest(self, value: object) -> str:
         """Return the nearest value, else a usual one; "" where there is neither."""
         text = str(value).strip().casefold()
+        if text == "gpu" and "cuda" in self.choices:  # it is spelled more like cpu
+            return "cuda"
         if self.choices:
             bits = [letter for letter in text if letter.isdigit()]  # q4_k_m and 8bit are said elsewhere
             of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
@@ -158,6 +165,8 @@ class Setting:
 
     taken_by: the commands with a flag of this name; `/set` and `models.toml` are among them.
     flags: as they are typed, where that is more than the name.
+    help: its first line is enough for a short page of help.
+    group: the heading in the help under which the flag stands. is_basic: on the short page too.
     """
 
     accepts: Accepts
@@ -165,6 +174,8 @@ class Setting:
     metavar: str | None = None
     help: str = ""
     flags: tuple[str, ...] = ()
+    group: str = ""
+    is_basic: bool = False
 
 
 def setting(
@@ -189,58 +200,71 @@ class EngineConfig:
 
     ctx: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="8192"), _MEASURED, "N",
-        "Context length in tokens. Default: the model's own, at most 8192, of a hybrid 262144; less if memory is "
-        "short.",
+        "Context length in tokens. Default: at most 8192.\n"
+        "By default it is the model's own, at most 8192, of a hybrid 262144; less if memory is short.",
+        group=MACHINE, is_basic=True,
     )  # fmt: skip
     ram: int | None = setting(
         None, Accepts("bytes"), _MEASURED, "SIZE",
-        "Memory limit of this process, such as 8GiB. Weights that do not fit are read from the disk at every step. "
-        "Without --ctx, the context gets shorter too.",
+        "Memory limit, such as 8GiB.\n"
+        "Default: nine tenths of what is free. Weights that do not fit are read from the disk at every step. Without "
+        "--ctx, the context gets shorter too.",
+        group=MACHINE, is_basic=True,
     )  # fmt: skip
     vram: int | None = setting(
-        None, Accepts("bytes"), _MEASURED + "bench", "SIZE", "Limit of the GPU memory to use, such as 6GiB."
-    )
+        None, Accepts("bytes"), _MEASURED + "bench", "SIZE",
+        "GPU memory limit, such as 6GiB.\nDefault: nine tenths of what is free.",
+        group=MACHINE, is_basic=True,
+    )  # fmt: skip
     device: str = setting(
         "auto", Accepts("text", choices=("auto", "cpu", "cuda")), _MEASURED + "bench", "auto|cpu|cuda",
-        "Where to compute. auto: on the GPU if there is one that torch can use.",
+        "Where to compute. Default: auto, on a GPU if torch can use one.",
+        group=MACHINE,
     )  # fmt: skip
     dtype: str = setting(
         "auto", Accepts("text", choices=("auto", "bf16", "fp32")), _MEASURED + "bench", "auto|bf16|fp32",
-        "Precision of the activations. fp32 is slower and takes twice the memory. auto: bf16, and fp32 on a "
-        "GPU that emulates bf16 (RTX 20, GTX 16, T4). For weights see --weights, for the KV cache --kv.",
+        "Precision of the activations. fp32 is slower and takes twice the memory. Default: auto, which is bf16, and "
+        "fp32 on a GPU that emulates bf16 (RTX 20, GTX 16, T4). For weights see --weights, for the KV cache --kv.",
+        group=MACHINE,
     )  # fmt: skip
     weights: str = setting(
-        "auto", Accepts("text", choices=WEIGHTS, prefix="kept-"), _MEASURED + "bench",
-        "auto|bf16|int8|int4|nf4|bf12|kept",
-        "Format of the weights; also int4-g32, -g64, -g128. Fewer bits take less memory and are faster, at some loss "
-        "of quality; bf12 stores bf16 without loss in 12 bits; kept: a quantized file's own codes. Packed on first "
-        "use. auto: a file's own codes if it has any, else the format that is already packed, else int4 for models of "
-        "512 MiB or more.",
+        "auto", Accepts("text", choices=WEIGHTS, prefix="kept-"), _MEASURED + "bench", "FORMAT",
+        "Weights: bf16, int8, int4, nf4, bf12, kept or auto.\n"
+        "Fewer bits take less memory and are faster, at some loss of quality. bf12: bf16 without loss in 12 bits. "
+        "kept: a quantized file's own codes. Also int4-g32, -g64, -g128. Packed on first use. Default: auto, which is "
+        "a file's own codes if it has any, else the format that is already packed, else int4 for models of 512 MiB or "
+        "more.",
+        group=MACHINE, is_basic=True,
     )  # fmt: skip
     kv: str = setting(
-        "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "auto|bf16|int8|k8v4|int4",
-        "Format of the KV cache. Fewer bits make room for a longer context. k8v4: keys in 8 bits, values in 4. bf16: "
-        "as computed. auto: int8, or as computed with --dtype fp32.",
+        "auto", Accepts("text", choices=KV_FORMATS), _MEASURED + "bench", "FORMAT",
+        "Format of the KV cache: bf16, int8, k8v4 or int4. Fewer bits make room for a longer context. k8v4: keys in 8 "
+        "bits, values in 4. bf16: as computed. Default: auto, which is int8, or as computed with --dtype fp32.",
+        group=MACHINE,
     )  # fmt: skip
     speculate: str = setting(
-        "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "auto|off|ngram|skip|mtp|model:NAME",
+        "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "DRAFTER",
         "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "
-        "the same. ngram: drafts from earlier text. skip: the model without some of its blocks. mtp: the head that "
-        "some checkpoints bring for it. model:NAME: a smaller model with the same tokenizer. auto: ngram, skip and mtp "
-        "when they pay.",
+        "the same. off. ngram: drafts from earlier text. skip: the model without some of its blocks. mtp: the head "
+        "that some checkpoints bring for it. model:NAME: a smaller model with the same tokenizer. Default: auto, which "
+        "is ngram, skip and mtp when they pay.",
+        group=MACHINE,
     )  # fmt: skip
     draft_tokens: int | None = setting(
         None, Accepts("integer", 0, MOST_DRAFT_TOKENS, usual="8"), _PLANNED, "N",
         f"Maximum number of tokens drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
+        group=MACHINE,
     )  # fmt: skip
     cache_disk: int | None = setting(
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",
         "Disk space for the prefix cache, from which later runs continue without computing a prompt again: 20GiB, or "
         "off. Default: 8GiB, or a tenth of the free space if that is less.",
+        group=MACHINE,
     )  # fmt: skip
     threads: int | None = setting(
         None, Accepts("integer", 1, 1024, usual="4"), _MEASURED + "bench", "N",
         "Number of CPU threads. Default: torch's choice.",
+        group=MACHINE,
     )  # fmt: skip
 
 
@@ -250,46 +274,56 @@ class SamplingSettings:
 
     max_tokens: int | None = setting(
         None, Accepts("integer", 1, 2**31, usual="512"), "chat /set", "N",
-        "Maximum length of an answer in tokens. Default: up to the end of the context.",
+        "Longest answer, in tokens.\nDefault: up to the end of the context.",
+        group=ANSWER, is_basic=True,
     )  # fmt: skip
     temperature: float | None = setting(
         None, Accepts("number", 0, 100, usual="0.8"), _SAMPLED + "serve", "T",
-        "0 to 100. 0: always the most likely token. Higher: more random. Default: the model's own, or 0.8.",
+        "Randomness, 0 to 100. 0: always the likeliest token.\nDefault: the model's own, or 0.8.",
+        group=ANSWER, is_basic=True,
     )  # fmt: skip
     top_k: int | None = setting(
         None, Accepts("integer", 0, 2**31, usual="40"), _SAMPLED + "serve", "N",
-        "Sample from the N most likely tokens; 0: from all. Default: the model's own, or 0.",
+        "Sample from the N likeliest tokens; 0: from all. Default: the model's own, or 0.",
+        group=SAMPLING,
     )  # fmt: skip
     top_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED + "serve", "P",
-        "0 to 1: sample from the most likely tokens whose probabilities sum to P. Default: the model's own, or 1.",
+        "Sample from the likeliest tokens whose probabilities sum to P, 0 to 1. Default: the model's own, or 1.",
+        group=SAMPLING,
     )  # fmt: skip
     min_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.05"), _SAMPLED + "serve", "P",
-        "0 to 1: drop tokens less likely than P times the most likely one. Default: 0.",
+        "Drop tokens less likely than P times the likeliest one, 0 to 1. Default: 0.",
+        group=SAMPLING,
     )  # fmt: skip
     typical_p: float | None = setting(
         None, Accepts("number", 0, 1, usual="0.95"), _SAMPLED, "P",
-        "0 to 1: locally typical sampling with probability mass P. Default: 1, off.",
+        "Locally typical sampling with probability mass P, 0 to 1. Default: 1, off.",
+        group=SAMPLING,
     )  # fmt: skip
     repetition_penalty: float | None = setting(
         None, Accepts("number", 0.01, 100, usual="1.1"), _SAMPLED + "serve", "X",
-        "0.01 to 100. Above 1: makes tokens that already appeared less likely. Default: 1.",
+        "Above 1: make tokens that already appeared less likely, 0.01 to 100. Default: 1.",
+        group=SAMPLING,
     )  # fmt: skip
     frequency_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: subtracted from a token's logit for each time it appeared in the answer. Default: 0.",
+        "Subtract X from a token's logit for each time it appeared in the answer, -100 to 100. Default: 0.",
+        group=SAMPLING,
     )  # fmt: skip
     presence_penalty: float | None = setting(
         None, Accepts("number", -100, 100, usual="0.5"), _SAMPLED, "X",
-        "-100 to 100: subtracted from a token's logit once it has appeared in the answer. Default: 0.",
+        "Subtract X from a token's logit once it has appeared in the answer, -100 to 100. Default: 0.",
+        group=SAMPLING,
     )  # fmt: skip
     seed: int | None = setting(
         None, Accepts("integer", 0, 2**63 - 1, usual="1"), "run chat /set", "N",
         "The same seed gives the same text. Default: a random seed, which --stats prints.",
+        group=SAMPLING,
     )  # fmt: skip
     stop: tuple[str, ...] = setting(
-        (), Accepts("texts"), "run chat /set", "TEXT", "End the answer before TEXT; may be repeated."
+        (), Accepts("texts"), "run chat /set", "TEXT", "End the answer before TEXT. May be repeated.", group=ANSWER
     )
 
 
@@ -299,27 +333,32 @@ class Settings(SamplingSettings, EngineConfig):
 
     model: str = setting("tiny", Accepts("text"))
     system: str | None = setting(
-        None, Accepts("text"), "run chat", "TEXT", "The system message.", flags=("-s", "--system")
-    )
+        None, Accepts("text"), "run chat", "TEXT", "The system message: how the model is to answer.",
+        flags=("-s", "--system"), group=PROMPT, is_basic=True,
+    )  # fmt: skip
     offline: bool = setting(False, Accepts("switch"), "pull", about="Never use the network.")
     private: bool = setting(
         False, Accepts("switch"), _ANSWERING,
         about="Save nothing: no chat, no KV cache on the disk, no typed lines.",
+        group=KEPT,
     )  # fmt: skip
     overflow: str = setting(
         "stop", Accepts("text", choices=OVERFLOW_POLICIES), "run chat /set", "stop|evict|grow",
         "What to do when the chat is longer than the context. stop: an error says what would fit. evict: leave the "
         "oldest turns out of the prompt and say so; the saved chat stays complete. grow: enlarge the context and "
         "move weights out of its way. Default: stop.",
+        group=MACHINE,
     )  # fmt: skip
     think: str | None = setting(
-        None, Accepts("text", choices=THINK), "run chat /set", "on|off|low|medium|high",
-        "How much the model thinks before it answers. An error if its chat template has no such choice. Default: the "
-        "model's own.",
+        None, Accepts("text", choices=THINK), "run chat /set", "LEVEL",
+        "How much it thinks first: on, off, low, medium, high.\n"
+        "Default: the model's own. An error if its chat template has no such choice.",
+        group=ANSWER, is_basic=True,
     )  # fmt: skip
     show_thoughts: bool = setting(
         False, Accepts("switch"), "run chat",
         about="Print the model's thoughts too, dimmed, on stderr.",
+        group=OUTPUT,
     )  # fmt: skip
     theme: str = setting("auto", Accepts("text"))
     keys: Mapping[str, str] = setting({}, Accepts("table"))

@@ -23,7 +23,11 @@ def numeric_flags() -> Iterator[tuple[list[str], str, Accepts]]:
         command = load_command(name)
         for parameter in command.params:
             if re.search(r"\b(int|float)\b", str(parameter.type_descriptor.annotation)):
-                yield [name, *REQUIRED.get(name, [])], parameter.opts[0], command.callback.accepted[parameter.name]
+                yield (
+                    [name, *REQUIRED.get(name, [])],
+                    parameter.opts[0],
+                    command.callback.parameters[parameter.name].accepts,
+                )
 
 
 FLAGS = list(numeric_flags())

@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from localllm.cli.app import COMMANDS, load_command
+from localllm.cli.help_page import examples_of, grouped, has_two_pages, typed
+from localllm.cli.options import ARGUMENTS, HELP
 from localllm.settings import SETTINGS
 
 PREFACE = Path(__file__).parent / "cli_preface.md"
@@ -36,26 +40,29 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(path: str, command: Any) -> Iterator[str]:
-    positionals = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    flags = [parameter for parameter in command.params if parameter.param_type_name == "option"]
-    words = [f"{p.metavar}" if p.required else f"[{p.metavar}]" for p in positionals]
+    groups = grouped(command, typer.Context(command))
+    positionals = [each for each in groups.get(ARGUMENTS, ()) if each.param_type_name == "argument"]
+    words = [f"{each.metavar}" if each.required else f"[{each.metavar}]" for each in positionals]
     yield f"### {' '.join([path, *words])}"
     yield ""
     yield " ".join(command.help.split())
     yield ""
-    if positionals or flags:
+    for heading, parameters in groups.items():
+        rows = [each for each in parameters if each.name not in ("help", "help_all")]
+        if heading == HELP or not rows:
+            continue
+        if has_two_pages(command):
+            yield f"{heading}:"
+            yield ""
         yield "| | |"
         yield "|---|---|"
-    for parameter in positionals:
-        yield f"| `{parameter.metavar}` | {_cell(parameter.help)} |"
-    for parameter in flags:
-        spelled = ", ".join(f"`{name}`" for name in parameter.opts)
-        value = f" `{_cell(parameter.metavar)}`" if parameter.metavar else ""
-        yield f"| {spelled}{value} | {_cell(parameter.help)} |"
-    yield ""
-    if command.epilog:
+        for each in rows:
+            yield f"| `{_cell(typed(each))}` | {_cell(' '.join(each.help.split()))} |"
+        yield ""
+    examples, _ = examples_of(command)
+    if examples:
         yield "```"
-        yield from (line.strip() for line in command.epilog.split("\b")[1].split("\n\n")[0].strip().splitlines())
+        yield from examples
         yield "```"
         yield ""
 

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from localllm.cli.context import cli_context
-from localllm.cli.options import require_accepted
+from localllm.cli.options import CommandParameter, require_accepted, takes
 from localllm.settings import Accepts
 from localllm.version import __version__
 
@@ -44,15 +44,32 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "help": ("help", "Explain an error or a command."),
         "cache": ("cache", "Show or clear the prefix cache on the disk."),
         "sessions": ("sessions", "List, read, search, export and delete saved chats."),
-        "config": ("config", "Show the settings."),
+        "config": ("config", "Show and change the settings."),
     }
+)
+# The headings in the help under which they stand.
+HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Talk": ("run", "chat"),
+        "Serve": ("serve", "ps", "load", "stop", "connect"),
+        "Models": ("list", "search", "pull", "show", "rm", "quantize", "tokenize", "perplexity"),
+        "This machine": ("plan", "bench", "doctor"),
+        "This program": ("sessions", "cache", "config", "help"),
+    }
+)
+# What other programs call a command. They are not listed as commands of their own.
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {"ls": "list", "download": "pull", "remove": "rm", "delete": "rm", "version": "--version"}
 )
 IMPLIED_VALUE = "last"  # of an option that may stand without one
 
 
 class PlainCommand(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _quickened(super().get_params(ctx), getattr(self.callback, "accepted", {}))
+        return _quickened(super().get_params(ctx), getattr(self.callback, "parameters", {}))
+
+    def get_help(self, ctx: Any) -> str:
+        return _help_page(self, ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """An option whose metavar is in square brackets may stand without its value, which then is IMPLIED_VALUE."""
@@ -78,16 +95,30 @@ class PlainGroup(TyperGroup):
     """A group whose commands may be stand-ins until one is called.
 
     load: the command of a name; None where they are all there.
+    headings: in the help, each with the names of commands below it; empty: one for all.
+    aliases: what may be typed in place of a command.
     """
 
     load: Callable[[str], Any] | None = None
+    headings: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    aliases: Mapping[str, str] = MappingProxyType({})
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _quickened(super().get_params(ctx), {})
+        return _quickened(super().get_params(ctx), getattr(self.callback, "parameters", {}))
+
+    def get_help(self, ctx: Any) -> str:
+        return _help_page(self, ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        return super().parse_args(ctx, [*(self.aliases.get(word, word) for word in args[:1]), *args[1:]])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.commands:
+        if args[0] in self.commands:
             self.loaded(args[0])
+        elif not ctx.resilient_parsing and not args[0].startswith("-"):
+            from localllm.cli.unknown_command import unknown_command
+
+            raise unknown_command(ctx.command_path, args, self.commands)
         return super().resolve_command(ctx, args)
 
     def loaded(self, name: str) -> Any:
@@ -97,21 +128,49 @@ class PlainGroup(TyperGroup):
         return self.commands[name]
 
 
-def _quickened(parameters: list[Any], accepted: Mapping[str, Accepts]) -> list[Any]:
+def _help_page(command: Any, context: Any, *, everything: bool = False) -> str:
+    from localllm.cli.help_page import help_page
+
+    return help_page(command, context, everything=everything)
+
+
+def _quickened(parameters: list[Any], declared: Mapping[str, CommandParameter]) -> list[Any]:
     # To coerce a value, None included, typer imports pydantic: 80 ms of a start. Its own flags default to None.
     for parameter in parameters:
-        if parameter.name in ("help", "install_completion", "show_completion"):
+        if parameter.name in ("help", *_COMPLETION):
             parameter.default = False
-        if parameter.name == "help":
+        if parameter.name in _COMPLETION:
+            parameter.help, parameter.callback = _COMPLETION[parameter.name], _serve_completion
+        if parameter.name in ("help", "help_all"):
             parameter.callback = _print_help
         if "process_value" not in vars(parameter):
-            parameter.process_value = _checked(parameter, accepted.get(parameter.name))
+            row = declared.get(parameter.name)
+            parameter.process_value = _checked(parameter, row.accepts if row is not None else None)
     return parameters
 
 
-def _print_help(context: typer.Context, _parameter: Any, wanted: bool) -> None:
+# Typer's own scripts end a word of bash at the colon of a model's name, and wrap the help of a word of fish.
+_COMPLETION: Mapping[str, str] = MappingProxyType(
+    {
+        "install_completion": "Complete commands and names in this shell with Tab.",
+        "show_completion": "Print the script that does, to install it by hand.",
+    }
+)
+
+
+def _serve_completion(context: typer.Context, parameter: Any, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        cli_context(context).output.line(context.get_help())
+        from localllm.cli import completion
+
+        show_or_install = completion.show if parameter.name == "show_completion" else completion.install
+        show_or_install(cli_context(context).output)
+        raise typer.Exit
+
+
+def _print_help(context: typer.Context, parameter: Any, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        page = _help_page(context.command, context, everything=parameter.name == "help_all")
+        cli_context(context).output.line(page)
         raise typer.Exit
 
 
@@ -146,6 +205,7 @@ def plain_group(name: str, about: str) -> typer.Typer:
     group = typer.Typer(name=name, cls=PlainGroup, add_completion=False, **_PLAIN)
 
     @group.callback(invoke_without_command=True, help=about)
+    @takes()
     def show_help(context: typer.Context) -> None:
         if context.invoked_subcommand is None:
             cli_context(context).output.line(context.get_help())
@@ -157,7 +217,9 @@ app = typer.Typer(
     name="localllm",
     cls=PlainGroup,
     pretty_exceptions_enable=False,
-    epilog="""Exit codes: 0 done, 1 failure, 2 usage, 3 model absent, 4 does not fit, 5 context overflow, 6 download,
+    epilog="""`ls` is list, `download` is pull, `remove` and `delete` are rm. `localllm COMMAND --help` explains one.
+
+Exit codes: 0 done, 1 failure, 2 usage, 3 model absent, 4 does not fit, 5 context overflow, 6 download,
 7 schema, 130 interrupted (143: by SIGTERM, 129: by SIGHUP). `localllm help CODE` explains an error.""",
     **_PLAIN,
 )
@@ -168,7 +230,7 @@ def localllm(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[  # noqa: ARG001 (taken off the line by `dispatch`, wherever it stands; here for the help)
-        bool, typer.Option("--debug", help="Show the traceback of an error; may also stand behind the command.")
+        bool, typer.Option("--debug", help="Show the traceback of an error.")
     ] = False,
 ) -> None:
     """Run large language models on this machine: on one GPU, or on a plain CPU.
@@ -187,7 +249,7 @@ def localllm(
 def root_command() -> Any:
     """The group of all commands, none of which is imported yet."""
     root: Any = typer.main.get_command(app)
-    root.load = load_command
+    root.load, root.headings, root.aliases = load_command, HEADINGS, ALIASES
     root.commands = {name: PlainCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
     return root
 

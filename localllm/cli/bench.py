@@ -18,7 +18,7 @@ from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
 from localllm.errors import Fix
 from localllm.runtime.engine_loader import engine_config
-from localllm.settings import EngineConfig
+from localllm.settings import MACHINE, OUTPUT, EngineConfig
 
 if TYPE_CHECKING:
     from localllm.bench.report import BenchmarkReport
@@ -35,35 +35,73 @@ BENCH_EXAMPLES = """Examples:
 """
 
 
+_MEASURED = "What is measured"  # a heading in the help
 _MOST_TOKENS = 1 << 30  # no cache holds as many; beyond, sizes leave the range of a float
 _EXCLUSIVE = {"--random-weights --ram --vram": "such a model is made whole in memory, and nothing of it is streamed"}
 
 
 @takes(
     options.MODEL,
-    option("--random-weights", "Use random weights of the model's shape; nothing is downloaded."),
+    option(
+        "--random-weights",
+        "Random weights of its shape: nothing is downloaded.",
+        group=_MEASURED,
+        is_basic=True,
+    ),
     "weights",
     "kv",
-    number("--prompt-tokens", "Length of the prompt. Default: 512.", 1, _MOST_TOKENS, "512"),
-    number("--gen-tokens", "Tokens to generate in each round. Default: 128.", 1, _MOST_TOKENS, "128"),
+    number(
+        "--prompt-tokens",
+        "Length of the prompt, in tokens. Default: 512.",
+        1,
+        _MOST_TOKENS,
+        "512",
+        group=_MEASURED,
+        is_basic=True,
+    ),
+    number(
+        "--gen-tokens",
+        "Tokens to generate in each round. Default: 128.",
+        1,
+        _MOST_TOKENS,
+        "128",
+        group=_MEASURED,
+        is_basic=True,
+    ),
     number(
         "--context",
-        "Tokens in the context before the generated ones; may be repeated. Default: as many as the prompt has.",
+        "Tokens in the context before the generated ones.\nDefault: as many as the prompt has. May be repeated.",
         0,
         _MOST_TOKENS,
         "512",
         kind=list[int],
         name="depth",
+        group=_MEASURED,
+        is_basic=True,
     ),
-    number("--rounds", "Number of measured rounds. Default: 5.", 1, 1000, "5"),
+    number("--rounds", "Number of measured rounds. Default: 5.", 1, 1000, "5", group=_MEASURED, is_basic=True),
     option(
         "--ram",
-        "Memory limit for program and model, such as 4GiB. The buffers that measure the machine take 1.3 GiB more.",
+        "Memory limit of program and model, such as 4GiB.\nThe buffers that measure the machine take 1.3 GiB more.",
         "SIZE",
+        group=MACHINE,
+        is_basic=True,
     ),
     EngineConfig,
-    option("--json", "One JSON object: schema_version, machine, floors, runs."),
-    option("--compare", "Compare two files of such objects instead of measuring.", "A B", tuple[Path, Path]),
+    option(
+        "--json",
+        "Print one JSON object.\nIts keys: schema_version, machine, floors, runs.",
+        group=OUTPUT,
+        is_basic=True,
+    ),
+    option(
+        "--compare",
+        "Compare two files of --json, and measure nothing.",
+        "A B",
+        tuple[Path, Path],
+        group=OUTPUT,
+        is_basic=True,
+    ),
 )
 def bench_command(context: typer.Context, **flags: Any) -> None:
     """Measure how fast a model is on this machine.

@@ -37,7 +37,7 @@ from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.selection import Selection, is_model, named
-from localllm.settings import EngineConfig, SamplingSettings
+from localllm.settings import KEPT, OUTPUT, EngineConfig, SamplingSettings
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -66,19 +66,26 @@ EXCLUSIVE = {
 
 @takes(
     options.MODEL,
-    option("--plain", "Line by line; for screen readers, simple terminals and pipes."),
-    option("--inline", "Show the chat below the shell's prompt instead of on the full screen."),
+    option("--plain", "Line by line, for screen readers and pipes.", group=OUTPUT, is_basic=True),
+    option(
+        "--inline",
+        "Below the shell's prompt, not on the full screen.",
+        group=OUTPUT,
+        is_basic=True,
+    ),
     "system",
     option(
         "--resume",
-        "Continue a saved chat: its id in `localllm sessions list`, the beginning of one, or a part of its title. "
-        "Without ID, or with `last`: the latest chat.",
+        "Continue a saved chat; without ID the latest one.\n"
+        "ID: `last`, its id in `localllm sessions list`, the beginning of one, or a part of its title.",
         "[ID]",
         completion=complete_sessions,
+        group=KEPT,
+        is_basic=True,
     ),
     "private",
     "overflow",
-    option("--stats", "Print token counts, speeds and times after each answer."),
+    option("--stats", "Print token counts and speeds after each answer.", group=OUTPUT, is_basic=True),
     SamplingSettings,
     *options.DRY,
     options.LOGIT_BIAS,

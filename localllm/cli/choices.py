@@ -10,6 +10,7 @@ from localllm.chat.answer import MAX_ANSWERS, seeded
 from localllm.cli.options import flag_of, number, refuse_together
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import Fix, UsageError
+from localllm.settings import ANSWER
 
 SEPARATOR = "---"
 _SEARCHING = {
@@ -32,11 +33,24 @@ CHOICE_OPTIONS = (
         1,
         MAX_ANSWERS,
         "3",
+        group=ANSWER,
     ),
     number(
-        "--best-of", "Generate N answers and print the most likely one, or the --n most likely.", 1, MAX_ANSWERS, "3"
+        "--best-of",
+        "Generate N answers and print the likeliest one, or the --n likeliest.",
+        1,
+        MAX_ANSWERS,
+        "3",
+        group=ANSWER,
     ),
-    number("--beams", "Beam search with N beams instead of sampling; --n prints several answers.", 1, MAX_BEAMS, "4"),
+    number(
+        "--beams",
+        "Beam search with N beams instead of sampling; --n prints several answers.",
+        1,
+        MAX_BEAMS,
+        "4",
+        group=ANSWER,
+    ),
 )
 
 

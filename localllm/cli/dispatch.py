@@ -179,9 +179,9 @@ def _line(arguments: Sequence[str], otherwise: str) -> Fix:
 
 def _command(arguments: Sequence[str]) -> list[str]:
     """The command that a line names, as a list of one; none where it names none."""
-    from localllm.cli.app import COMMANDS
+    from localllm.cli.app import ALIASES, COMMANDS
 
-    return [argument for argument in arguments[:1] if argument in COMMANDS]
+    return [word for word in (ALIASES.get(word, word) for word in arguments[:1]) if word in COMMANDS]
 
 
 def _as_usage_error(error: typer.TyperException) -> UsageError:

@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from localllm.cli.context import cli_context
-from localllm.cli.options import argument, takes
+from localllm.cli.help_page import help_page
+from localllm.cli.options import argument, option, takes
 from localllm.errors import Fix, LocalLLMError, UsageError
 
 
-@takes(argument("topic", "CODE", "An error's code, or a command."))
-def help_command(context: typer.Context, topic: str | None) -> None:
+@takes(
+    argument("topics", "TOPIC...", "A command, such as run or config set, or the code of an error.", list[str]),
+    option("--all", "Show all options of a command.", name="everything"),
+)
+def help_command(context: typer.Context, topics: Sequence[str], everything: bool) -> None:
     """Explain an error or a command.
 
     The last line of an error message names its code.
     """
     output = cli_context(context).output
-    root = context.find_root()
-    if topic is None:
+    root: Any = context.find_root()
+    if not topics:
         output.line(root.get_help())
         output.line(f"\nErrors explained by `localllm help CODE`: {', '.join(read_sections())}")
         return
-    group: Any = root.command
-    if topic in group.commands:
-        command = group.loaded(topic)
-        output.line(command.get_help(typer.Context(command, info_name=topic, parent=root)))
+    sections = {} if topics[0] in root.command.commands else read_sections()
+    if len(topics) == 1 and topics[0] in sections:
+        output.line(sections[topics[0]])
         return
-    sections = read_sections()
-    if topic not in sections:
-        nearest = difflib.get_close_matches(topic, sections, n=1)
-        raise UsageError(
-            f"there is no help for {topic!r}",
-            why=f"the codes are {', '.join(sections)}",
-            fix=Fix.command("help", nearest[0] if nearest else "usage"),
-        )
-    output.line(sections[topic])
+    inner, left = _described(root, topics)
+    if left:
+        commands = getattr(inner.command, "commands", {})
+        nearest = difflib.get_close_matches(left[0], [*commands, *sections], n=1)
+        fix = Fix.command("help", *topics[: -len(left)], *nearest) if nearest else Fix.command("--help")
+        why = f"the codes of errors are {', '.join(sections)}" if sections else f"it is no command of {topics[0]}"
+        raise UsageError(f"there is no help for {' '.join(topics)[:80]!r}", why=why, fix=fix)
+    output.line(help_page(inner.command, inner, everything=everything))
+
+
+def _described(context: Any, topics: Sequence[str]) -> tuple[Any, Sequence[str]]:
+    """Return the context of the command that the words name from here on, and the words that name none."""
+    while topics and hasattr(group := context.command, "commands"):
+        name = group.aliases.get(topics[0], topics[0])
+        if name not in group.commands:
+            break
+        context = typer.Context(group.loaded(name), info_name=name, parent=context)
+        topics = topics[1:]
+    return context, topics
 
 
 def read_sections() -> dict[str, str]:

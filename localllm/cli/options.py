@@ -10,22 +10,27 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from localllm.config import flag_fix
 from localllm.errors import Fix, UsageError
-from localllm.settings import SETTINGS, Accepts, Settings
+from localllm.settings import MACHINE, OUTPUT, SAMPLING, SETTINGS, Accepts, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Completion = Callable[[str], list[str]]
+Completion = Callable[..., list[str]]
 
 # A sequence has its KV cache reserved for the longest answer that it may give: with the rest of the context for each,
 # few prompts of a job would have room at once.
 DEFAULT_MAX_TOKENS = 512
 _KINDS: Mapping[str, Any] = {"integer": int, "number": float, "switch": bool, "texts": list[str]}
 _MOST_BIAS = Accepts("number", -1e6, 1e6)
+
+# Headings in the help: of positionals, of options in a command that has few, and of what shows the help.
+ARGUMENTS, OPTIONS, HELP = "Arguments", "Options", "Help"
+MOST_OPTIONS = 12  # of a command whose help shows all at once; with more it is longer than a screen
 
 
 # Completions
@@ -65,6 +70,25 @@ def complete_connections(incomplete: str) -> list[str]:
     return _beginning(incomplete, names())
 
 
+def complete_setting(incomplete: str) -> list[str]:
+    """Return the settings that begin so."""
+    return _beginning(incomplete.replace("-", "_"), SETTINGS)
+
+
+def complete_setting_values(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the values that begin so, of the setting that the line names before."""
+    key = str(context.params.get("key") or "").replace("-", "_")
+    if key == "model":
+        return complete_models(incomplete)
+    if key not in SETTINGS:
+        return []
+    accepts = SETTINGS[key].accepts
+    if accepts.kind == "switch":
+        return _beginning(incomplete, ("true", "false"))
+    completion = completion_of(accepts)
+    return completion(incomplete) if completion is not None else []
+
+
 def completion_of(accepts: Accepts) -> Completion | None:
     """The choices that begin so, and installed models behind the prefix of those that name one."""
     if not accepts.choices:
@@ -92,11 +116,17 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CommandParameter:
-    """A flag or a positional of a command, as typer takes it. accepts: the values that are checked while the line is
-    read; None: all that typer can read."""
+    """A flag or a positional of a command, as typer takes it.
+
+    accepts: the values that are checked while the line is read; None: all that typer can read.
+    group: the heading in the help under which it stands.
+    is_basic: on the short page of a command with many options too.
+    """
 
     for_typer: inspect.Parameter
     accepts: Accepts | None = None
+    group: str = OPTIONS
+    is_basic: bool = False
 
     @property
     def name(self) -> str:
@@ -104,13 +134,13 @@ class CommandParameter:
 
 
 def _parameter(
-    name: str, kind: Any, info: Any, accepts: Accepts | None = None, default: Any = None, *, required: bool = False
+    name: str, kind: Any, info: Any, default: Any = None, *, required: bool = False, **row: Any
 ) -> CommandParameter:
     annotated: Any = Annotated
     annotation = annotated[kind if required or default is not None else kind | None, info]
     value = inspect.Parameter.empty if required else default
     parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=annotation)
-    return CommandParameter(parameter, accepts)
+    return CommandParameter(parameter, **row)
 
 
 def _name_of(flag: str) -> str:
@@ -127,35 +157,41 @@ def option(
     metavar: str | None = None,
     kind: Any = str,
     *,
-    accepts: Accepts | None = None,
     completion: Completion | None = None,
     default: Any = None,
     name: str = "",
     required: bool = False,
+    **row: Any,
 ) -> CommandParameter:
-    """A flag. flags: as it is typed, with blanks between; the last one names it, unless `name` does.
+    """A flag.
 
+    flags: as it is typed, with blanks between; the last one names it, unless `name` does.
+    about: its help, of which a short page shows the first line.
     kind: without a metavar it is a switch.
+    row: accepts, group and is_basic, as a CommandParameter has them.
     """
     spelled = flags.split()
     kind, default = (bool, False) if metavar is None else (kind, default)
     info = typer.Option(*spelled, metavar=metavar, autocompletion=completion, help=about)
-    return _parameter(name or _name_of(spelled[-1]), kind, info, accepts, default, required=required)
+    return _parameter(name or _name_of(spelled[-1]), kind, info, default, required=required, **row)
 
 
-def choice(flags: str, about: str, *choices: str, default: str | None = None) -> CommandParameter:
-    """A flag that takes one of a few words."""
+def choice(flags: str, about: str, *choices: str, **more: Any) -> CommandParameter:
+    """A flag that takes one of a few words. more: as of `option`."""
     accepts = Accepts("text", choices=choices)
-    completion = completion_of(accepts)
-    return option(flags, about, "|".join(choices), accepts=accepts, completion=completion, default=default)
+    return option(flags, about, "|".join(choices), accepts=accepts, completion=completion_of(accepts), **more)
 
 
 def number(
-    flags: str, about: str, low: float, high: float, usual: str, metavar: str = "N", kind: Any = int, name: str = ""
+    flags: str, about: str, low: float, high: float, usual: str, metavar: str = "N", kind: Any = int, **more: Any
 ) -> CommandParameter:
-    """A flag that takes a number from `low` to `high`. kind: int, float, or a list of one where it may be repeated."""
+    """A flag that takes a number from `low` to `high`.
+
+    kind: int, float, or a list of one where it may be repeated.
+    more: as of `option`.
+    """
     accepts = Accepts("number" if kind is float else "integer", low, high, usual=usual)
-    return option(flags, about, metavar, kind, accepts=accepts, name=name)
+    return option(flags, about, metavar, kind, accepts=accepts, **more)
 
 
 def argument(
@@ -169,29 +205,41 @@ def argument(
 ) -> CommandParameter:
     """A positional."""
     info = typer.Argument(metavar=metavar, show_default=False, autocompletion=completion, help=about)
-    return _parameter(name, kind, info, required=required)
+    return _parameter(name, kind, info, required=required, group=ARGUMENTS, is_basic=True)
 
 
-_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY[:QUANT], ollama:NAME, a GGUF file, or a folder."
-MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=complete_models)
-REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=complete_models, required=True)
+_NAMED = "A name, ORG/REPO[:QUANT], a GGUF file or a folder."
+_NAMES = "\nNames: those of `localllm list --all`, and ollama:NAME."
+_USUAL = " Default: the setting `model`, which is tiny."
+MODEL = argument("model", "MODEL", f"{_NAMED}{_NAMES}{_USUAL}", completion=complete_models)
+REQUIRED_MODEL = argument("model", "MODEL", f"{_NAMED}{_NAMES}", completion=complete_models, required=True)
+MODEL_FLAG = option(
+    "-m --model",
+    "The same as MODEL.",
+    "MODEL",
+    completion=complete_models,
+    name="named_model",
+    group=ARGUMENTS,
+)
 INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)
-AS_JSON = option("--json", "Print one JSON object.", name="as_json")
+AS_JSON = option("--json", "Print one JSON object.", name="as_json", group=OUTPUT, is_basic=True)
 UNASKED = option("-y --yes", "Do not ask.")
-NO_ATTACH = option("--no-attach", "Load the model in this process even if a running `localllm serve` has it.")
+NO_ATTACH = option(
+    "--no-attach", "Load the model in this process even if a running `localllm serve` has it.", group=MACHINE
+)
 DRY = (
     number(
         "--dry-multiplier",
-        "0 to 100: DRY penalty on tokens that would continue a repetition. Default: 0, off.",
-        0, 100, "0.8", "X", float,
+        "DRY penalty on tokens that would continue a repetition, 0 to 100. Default: 0, off.",
+        0, 100, "0.8", "X", float, group=SAMPLING,
     ),
     number(
-        "--dry-base", "1 to 100: factor by which the DRY penalty grows with each repeated token. Default: 1.75.",
-        1, 100, "1.75", "X", float,
+        "--dry-base", "Factor by which the DRY penalty grows with each repeated token, 1 to 100. Default: 1.75.",
+        1, 100, "1.75", "X", float, group=SAMPLING,
     ),
     number(
-        "--dry-allowed-length", "From 1: length of a repetition without a DRY penalty. Default: 2.",
-        1, 2**31, "2",
+        "--dry-allowed-length", "Longest repetition without a DRY penalty, in tokens, from 1. Default: 2.",
+        1, 2**31, "2", group=SAMPLING,
     ),
 )  # fmt: skip
 LOGIT_BIAS = option(
@@ -199,11 +247,12 @@ LOGIT_BIAS = option(
     "Add X to the logit of the token with this ID (see `tokenize`); -100 excludes it. May be repeated.",
     "ID=X",
     list[str],
+    group=SAMPLING,
 )
 LOGPROBS = number(
     "--logprobs",
-    "With --json, --jsonl or --batch: log-probabilities of each token and of the N most likely tokens there.",
-    0, 100, "3",
+    "With --json, --jsonl or --batch: log-probabilities of each token and of the N likeliest ones there.",
+    0, 100, "3", group=OUTPUT,
 )  # fmt: skip
 # Of a request, beside the settings.
 SAMPLING_OPTIONS = (*DRY, LOGPROBS)
@@ -213,7 +262,7 @@ def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Comman
     """Gives a function the parameters of its command, in the order of its help.
 
     entries: a parameter; the name of a setting; or a class of settings, for those of it that the command takes and
-    that are not named. Settings that no entry stands for come last.
+    that are not named. Settings that no entry stands for come last. With MODEL comes the flag that says the same.
     """
 
     def decorate(function: Command) -> Command:
@@ -230,13 +279,37 @@ def takes(*entries: CommandParameter | str | type) -> Callable[[Command], Comman
                 inside = {each.name for each in fields(entry)} & set(left)
                 parameters += [setting_option(name) for name in left if name in inside]
                 left = [name for name in left if name not in inside]
+        if MODEL in parameters:
+            parameters.append(MODEL_FLAG)
+        parameters.append(_help_all(parameters))
+        positionals = [each.name for each in parameters if each.group == ARGUMENTS and each is not MODEL_FLAG]
+
+        @wraps(function)
+        def called(context: typer.Context, **values: Any) -> Any:
+            del values["help_all"]
+            if (model := values.pop(MODEL_FLAG.name, None)) is not None:
+                _name_model(values, model, positionals)
+            return function(context, **values)
+
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        shown: Any = function
+        shown: Any = called
         shown.__signature__ = inspect.Signature([context, *(each.for_typer for each in parameters)])
-        shown.accepted = {each.name: each.accepts for each in parameters if each.accepts is not None}
-        return function
+        shown.parameters = {each.name: each for each in parameters}
+        return shown  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _help_all(parameters: Sequence[CommandParameter]) -> CommandParameter:
+    """The flag that shows all options of a command. Where --help does too, it is there, but not in the help."""
+    count = sum(each.group != ARGUMENTS or each is MODEL_FLAG for each in parameters)
+    info = typer.Option(
+        "--help-all",
+        is_eager=True,
+        hidden=count <= MOST_OPTIONS,
+        help=f"Show all {count} options, with more about each.",
+    )
+    return _parameter("help_all", bool, info, default=False, group=HELP, is_basic=True)
 
 
 def setting_option(name: str) -> CommandParameter:
@@ -246,7 +319,8 @@ def setting_option(name: str) -> CommandParameter:
     completion = completion_of(accepts)
     info = typer.Option(*flags, metavar=row.metavar, autocompletion=completion, help=row.help)
     is_checked = accepts.kind in ("integer", "number") or completion is not None
-    return _parameter(name, _KINDS.get(accepts.kind, str), info, accepts if is_checked else None)
+    kind, checked = _KINDS.get(accepts.kind, str), accepts if is_checked else None
+    return _parameter(name, kind, info, accepts=checked, group=row.group, is_basic=row.is_basic)
 
 
 # Values
@@ -311,3 +385,20 @@ def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str], fix:
             value = flags.get(_name_of(other))
             if value is not None and value is not False and value != []:
                 raise UsageError(f"{first} and {other} cannot go together", why=why, fix=fix)
+
+
+def _name_model(flags: dict[str, Any], model: str, positionals: Sequence[str]) -> None:
+    """Puts the model of -m in the place of MODEL, the first of the positionals, and what they have one place behind.
+
+    Raises UsageError where there is none for the last of them.
+    """
+    from localllm.runtime.selection import is_model
+
+    if any(map(str.isspace, model)) and not is_model(model):  # a lone MODEL that has blanks would be taken as a prompt
+        why = "a model's name has no blanks, and there is no such folder or file"
+        raise UsageError(f"there is no model {model[:80]!r}", why=why, fix=Fix.command("list", "--all"))
+    words = [model, *(flags[name] for name in positionals if flags[name] is not None)]
+    if len(words) > len(positionals):
+        why = f"-m/--model names the model: {model[:80]}"
+        raise UsageError(f"there is one word too many: {words[-1][:80]!r}", why=why, fix="leave out one of the two")
+    flags.update(zip(positionals, words, strict=False))

@@ -17,7 +17,7 @@ from localllm.cli.selection import read_settings
 from localllm.config import format_bytes
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import considered
-from localllm.settings import EngineConfig
+from localllm.settings import MACHINE, EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Planned
@@ -44,10 +44,13 @@ _MAP_COLUMNS = 64
     EngineConfig,
     choice(
         "--goal",
+        "One answer fast, or many. Default: latency.\n"
         "latency: one answer as fast as possible. throughput: `run --batch` with 32 prompts of 1024 tokens.",
         "latency",
         "throughput",
         default="latency",
+        group=MACHINE,
+        is_basic=True,
     ),
     options.AS_JSON,
 )

@@ -14,11 +14,17 @@ from localllm.config import ResolvedSettings, format_bytes
 from localllm.errors import Fix, ModelNotFoundError
 from localllm.runtime.download import fetch
 from localllm.runtime.fit_check import judge
+from localllm.settings import MACHINE
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles, PullProgress
 
-PULL = option("--pull", "Download the model if it is not on this disk. On a terminal you are asked without it.")
+PULL = option(
+    "--pull",
+    "Download the model if it is not on this disk.\n"
+    "Without this flag you are asked on a terminal; elsewhere it is an error.",
+    group=MACHINE,
+)
 
 
 def pull(cli: CliContext, name: str, resolved: ResolvedSettings) -> ModelFiles:

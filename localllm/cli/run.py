@@ -51,7 +51,7 @@ from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
 from localllm.runtime.selection import Selection, is_model
-from localllm.settings import SETTINGS, EngineConfig, SamplingSettings
+from localllm.settings import ANSWER, KEPT, OUTPUT, PROMPT, SETTINGS, EngineConfig, SamplingSettings
 from localllm.text.eviction import Fitted, Message
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ RUN_EXAMPLES = """Examples:
   localllm run "Tell me a tale about a fox who finds a lantern."
   localllm run mistral-7b -s "Answer in one sentence." -p "Why is the sky blue?"
   git diff | localllm run qwen3-8b "Write a commit message for this." --temperature 0
-  localllm run --raw -p "Once upon a time" --max-tokens 40 --json
   localllm run -c "And what does the fox do with it?"
-  localllm run qwen3-8b --schema person.json --strict "Who wrote Faust?"
-  localllm run qwen3-8b --n 3 --temperature 1 "Name a café."
+  localllm run qwen3-8b --schema person.json "Who wrote Faust?"
   localllm run qwen3-8b --batch prompts.jsonl --max-tokens 200 > answers.jsonl
 """
 
+
+_JOB = "Many prompts"  # a heading in the help
 
 # Why flags contradict each other, in the order in which they are looked at.
 _RAW_ALONE = "--raw knows no template, and its answer is printed as it is"
@@ -116,19 +116,32 @@ EXCLUSIVE = {
     argument(
         "prompt_argument",
         "PROMPT",
-        "The prompt. Piped text and files come before it. A single word is taken as MODEL; use -p instead.",
+        "The prompt. A single word is MODEL; use -p instead.\nPiped text and files come before it.",
     ),
-    option("-p --prompt", "The prompt; may be a single word.", "TEXT", list[str]),
-    option("-f --file", "Put this file's text before the prompt; may be repeated. -: stdin.", "FILE", list[Path]),
+    option("-p --prompt", "The prompt; may be a single word.", "TEXT", list[str], group=PROMPT, is_basic=True),
+    option(
+        "-f --file",
+        "Put this file's text before the prompt. -: stdin.\nMay be repeated.",
+        "FILE",
+        list[Path],
+        group=PROMPT,
+        is_basic=True,
+    ),
     "system",
     option(
         "--messages",
-        "Chat messages as JSON: an array, or {messages, tools, ...}. -: stdin, which is otherwise not read.",
+        "Chat messages as JSON in place of a prompt: an array, or {messages, tools, ...}. -: stdin.",
         "FILE",
         Path,
+        group=PROMPT,
     ),
     option(
-        "--batch", "Answer many prompts, one JSON value a line; an interrupted job resumes. -: stdin.", "FILE", Path
+        "--batch",
+        "Answer many prompts, one JSON value a line.\n-: stdin. An interrupted job resumes.",
+        "FILE",
+        Path,
+        group=PROMPT,
+        is_basic=True,
     ),
     number(
         "--parallel",
@@ -136,31 +149,40 @@ EXCLUSIVE = {
         1,
         1024,
         "8",
+        group=_JOB,
     ),
-    option("--fresh", "With --batch: start over instead of resuming an interrupted job."),
-    option("-c --continue", "Continue the last saved chat, with its model unless you name one.", name="continues"),
+    option("--fresh", "With --batch: start over instead of resuming an interrupted job.", group=_JOB),
+    option(
+        "-c --continue",
+        "Continue the last saved chat.\nIts model answers, unless you name one.",
+        name="continues",
+        group=KEPT,
+        is_basic=True,
+    ),
     option(
         "--session",
         "Continue this saved chat: its id in `localllm sessions list`, the beginning of one, or a part of its title.",
         "ID",
         completion=complete_sessions,
+        group=KEPT,
     ),
     "private",
     "overflow",
-    option("--raw", "Use the prompt as it is, without the chat template."),
-    option("--show-prompt", "Print the prompt that the model would get, and generate nothing."),
-    option("--json", "Print one JSON object when the answer is complete."),
-    option("--jsonl", "Print one JSON object for each event while it streams."),
-    option("--no-stream", "Print the answer when it is complete."),
-    option("--stats", "Print token counts, speeds and where the time went, on stderr."),
+    option("--raw", "Use the prompt as it is, without the chat template.", group=PROMPT),
+    option("--show-prompt", "Print the prompt that the model would get, and generate nothing.", group=PROMPT),
+    option("--json", "Print one JSON object when the answer is complete.", group=OUTPUT, is_basic=True),
+    option("--jsonl", "Print one JSON object for each event while it streams.", group=OUTPUT),
+    option("--no-stream", "Print the answer when it is complete.", group=OUTPUT),
+    option("--stats", "Print token counts, speeds and times, on stderr.", group=OUTPUT, is_basic=True),
     options.LOGPROBS,
     option(
         "--max-tokens",
-        f"Maximum length of an answer in tokens. Default: up to the end of the context, with --batch "
-        f"{DEFAULT_MAX_TOKENS}.",
+        f"{SETTINGS['max_tokens'].help}\nWith --batch: {DEFAULT_MAX_TOKENS}.",
         "N",
         int,
         accepts=SETTINGS["max_tokens"].accepts,
+        group=ANSWER,
+        is_basic=True,
     ),
     SamplingSettings,
     *options.DRY,
@@ -178,8 +200,8 @@ EXCLUSIVE = {
 def run_command(context: typer.Context, **flags: Any) -> None:
     """Answer one prompt, or many with --batch.
 
-    For scripts and pipes: the answer goes to stdout, everything else to stderr. Prompt and answer are saved as a chat
-    on this disk only, except with --raw, --messages and --batch.
+    The answer goes to stdout, everything else to stderr. Both are saved as a chat on this disk, except with --raw,
+    --messages, --batch and --private.
     """
     flags["continue"] = flags.pop("continues")
     cli = cli_context(context)

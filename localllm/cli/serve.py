@@ -24,7 +24,7 @@ from localllm.config import user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.selection import Selection, locate, with_defaults
-from localllm.settings import SETTINGS, EngineConfig, SamplingSettings
+from localllm.settings import ANSWER, MACHINE, OUTPUT, SETTINGS, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
+_ADDRESS, _ACCESS, _MODELS, _REPLICAS = "Address", "Who may ask", "Models", "Several GPUs or machines"  # in the help
 # What a flag's value must match, in words too, and an example.
 _HOST = r"[A-Za-z0-9._-]+(:\d{1,5})?", "it must be a name, or a name and a port", "box.local"
 _ORIGIN = (
@@ -62,74 +63,131 @@ SERVE_EXAMPLES = """Examples:
     options.MODEL,
     option(
         "--host",
-        "Address to listen on. Default: 127.0.0.1, which only this machine reaches. Other addresses need an API key.",
+        "Address to listen on. Default: 127.0.0.1.\n"
+        "Only this machine reaches that one. Other addresses need an API key.",
         "ADDRESS",
+        group=_ADDRESS,
+        is_basic=True,
     ),
-    number("--port", f"Port to listen on; 0: any free port. Default: {DEFAULT_PORT}.", 0, 65535, "8420"),
-    option("--also-ollama-port", f"Also listen on Ollama's port {OLLAMA_PORT}, for programs that use no other."),
-    option("--alias", "Another name by which clients may ask for the model. May be repeated.", "NAME", list[str]),
-    number("--parallel", f"Number of answers generated at once. Default: {DEFAULT_PARALLEL}.", 1, 1024, "8"),
-    number("--queue", f"Number of answers that may wait; more are refused. Default: {DEFAULT_QUEUE}.", 0, 10_000, "64"),
+    number(
+        "--port",
+        f"Port to listen on; 0: any free port. Default: {DEFAULT_PORT}.",
+        0,
+        65535,
+        "8420",
+        group=_ADDRESS,
+        is_basic=True,
+    ),
+    option(
+        "--also-ollama-port",
+        f"Also listen on Ollama's port, {OLLAMA_PORT}.\nFor programs that use no other.",
+        group=_ADDRESS,
+        is_basic=True,
+    ),
+    option(
+        "--alias",
+        "Another name by which clients may ask for the model. May be repeated.",
+        "NAME",
+        list[str],
+        group=_MODELS,
+    ),
+    number(
+        "--parallel",
+        f"Number of answers generated at once. Default: {DEFAULT_PARALLEL}.",
+        1,
+        1024,
+        "8",
+        group=MACHINE,
+        is_basic=True,
+    ),
+    number(
+        "--queue",
+        f"Number of answers that may wait; more are refused. Default: {DEFAULT_QUEUE}.",
+        0,
+        10_000,
+        "64",
+        group=MACHINE,
+    ),
     option(
         "--api-key-file",
-        "File with the API key that clients must send; or set LOCALLLM_API_KEY. If a key is needed and none is "
-        "given, one is created and shown once.",
+        "File with the API key that clients must send.\n"
+        "LOCALLLM_API_KEY may hold it instead. If a key is needed and none is given, one is created and shown once.",
         "FILE",
         Path,
+        group=_ACCESS,
+        is_basic=True,
     ),
-    option("--new-key", "Create a new API key in place of the one that was shown before."),
+    option("--new-key", "Create a new API key in place of the one that was shown before.", group=_ACCESS),
     option(
         "--allow-host",
         "Another host name of this server, with or without a port: box.local, localhost:9000. May be repeated.",
         "NAME",
         list[str],
+        group=_ACCESS,
     ),
     option(
         "--allow-origin",
         "Allow web pages from this origin, in addition to those of this machine: app://obsidian.md. May be repeated.",
         "URL",
         list[str],
+        group=_ACCESS,
     ),
     option(
         "--also",
-        "Also serve this model, such as a folder; pulled models are served anyway. May be repeated.",
+        "Also serve this model, such as a folder.\nMay be repeated. Pulled models are served anyway.",
         "MODEL",
         list[str],
+        group=_MODELS,
+        is_basic=True,
     ),
     option(
         "--idle-unload",
-        "Unload a model after this time without a request: 10m, 1h30m. Default: only when its memory is needed.",
+        "Unload a model that is not used so long: 10m, 1h30m.\nDefault: only when its memory is needed.",
         "TIME",
+        group=_MODELS,
+        is_basic=True,
     ),
     choice(
-        "--pooling", "How embeddings are pooled: over all tokens, or the last token. Default: mean.", "mean", "last"
+        "--pooling",
+        "How embeddings are pooled: over all tokens, or the last token. Default: mean.",
+        "mean",
+        "last",
+        group=ANSWER,
     ),
-    option("--metrics", "Serve /metrics for Prometheus."),
-    option("--quiet", "Do not print a line for each request."),
+    option("--metrics", "Serve /metrics for Prometheus.", group=OUTPUT),
+    option("--quiet", "Do not print a line for each request.", group=OUTPUT),
     choice(
         "--overflow",
         "What to do when a chat is longer than the context. stop: an error says what would fit. evict: leave the "
         "oldest turns out of the prompt. Default: stop.",
         "stop",
         "evict",
+        group=MACHINE,
     ),
-    option("--ray", "Serve replicas of the model on Ray Serve: one for each GPU, or for each machine of a cluster."),
+    option(
+        "--ray",
+        "Serve replicas of the model on Ray Serve: one for each GPU, or for each machine of a cluster.",
+        group=_REPLICAS,
+    ),
     number(
         "--replicas",
         "Number of replicas with --ray. Default: one for each GPU, or without GPUs one for each machine.",
         1,
         1024,
         "2",
+        group=_REPLICAS,
     ),
     "private",
     PULL,
     option(
         "--max-tokens",
-        "Maximum length of an answer when the request sets none. Default: up to the end of the context, with memory "
-        "reserved for it.",
+        "Longest answer, in tokens, where a request sets none.\n"
+        "Default: up to the end of the context. Memory is reserved for as much.",
         "N",
         int,
         accepts=SETTINGS["max_tokens"].accepts,
+        group=ANSWER,
+        is_basic=True,
     ),
     SamplingSettings,
     EngineConfig,
@@ -137,8 +195,8 @@ SERVE_EXAMPLES = """Examples:
 def serve_command(context: typer.Context, **flags: Any) -> None:
     """Serve models to the applications on this machine.
 
-    Loads MODEL, and other models on this disk when a request names them. Clients of OpenAI, Anthropic and Ollama use
-    the same address, and a browser finds a chat there. Ctrl-C ends it.
+    Loads MODEL, and other models when a request names them. Clients of OpenAI, Anthropic and Ollama use one address,
+    and a browser finds a chat there. Ctrl-C ends it.
     """
     cli = cli_context(context)
     require_sense(flags)

@@ -20,6 +20,7 @@ from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, join_parts, read_input, read_stdin
 from localllm.errors import MODEL, Fix, GrammarError, SchemaError, UsageError
 from localllm.runtime.selection import Selection
+from localllm.settings import ANSWER
 from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
 
@@ -146,17 +147,31 @@ _READS_LIKE = {
     "--grammar": ("a grammar", re.compile(r"\s*[\w?!.-]+\s*:")),
 }
 FORM_OPTIONS = (
-    option("--schema", "Constrain the answer to JSON that matches this JSON Schema. -: stdin.", "FILE", Path),
-    option("--regex", "Constrain the answer to text that this regular expression matches as a whole.", "PATTERN"),
     option(
-        "--grammar",
-        "Constrain the answer to this grammar: Lark or llama.cpp's GBNF, told apart by file ending or rules. -: stdin.",
+        "--schema",
+        "Answer in JSON that matches this JSON Schema.\n-: stdin.",
         "FILE",
         Path,
+        group=ANSWER,
+        is_basic=True,
+    ),
+    option(
+        "--regex",
+        "Constrain the answer to text that this regular expression matches as a whole.",
+        "PATTERN",
+        group=ANSWER,
+    ),
+    option(
+        "--grammar",
+        "Constrain the answer to this grammar: Lark, or llama.cpp's GBNF. -: stdin.",
+        "FILE",
+        Path,
+        group=ANSWER,
     ),
     option(
         "--strict",
         "With --schema, --regex or --grammar: exit with code 7 if the answer was cut off before it was complete.",
+        group=ANSWER,
     ),
 )
 
