@@ -34,6 +34,7 @@ from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
+from localllm.tui.themes import DARK, LIGHT
 from localllm.tui.widgets.chat_list import ChatPreview
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 from tests.tui.test_plan_screen import FakePlanner
@@ -41,7 +42,7 @@ from tests.tui.test_plan_screen import FakePlanner
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 VERSIONS = FOLDER / "versions.json"
 SIZES = {"80x24": (80, 24), "160x50": (160, 50)}
-THEMES = {"dark": "textual-dark", "light": "textual-light"}
+THEMES = {"dark": DARK.name, "light": LIGHT.name}
 
 _ANSWER = """<think>
 The user wants a function and how fast it is. Memoised recursion is the shortest.

@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "show": Command("", "show model, context, system message and settings"),
     "stats": Command("", "show speeds and times of the last answer"),
     **{name: SHARED[name] for name in ("tokens", "cache")},
-    "theme": Command("[NAME]", "choose the colour theme"),
+    "theme": Command("[NAME]", "choose the colours: dark, light, auto, or a theme of the list"),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
 

@@ -89,8 +89,9 @@ def _highlighted(rows: Sequence[str], lexer: Lexer) -> list[Content]:
 
 @cache
 def _style(kind: Any) -> str:
-    """The style of a kind of tokens, or of its parent kind."""
-    found = HighlightTheme.STYLES.get(kind)
+    """The style of a kind of tokens, or of its parent kind. Keywords have the accent there, which may be the colour of
+    names."""
+    found = HighlightTheme.STYLES.get(kind, "").replace("$text-accent", "$text-secondary")
     return found or (_style(kind.parent) if kind.parent is not None else "")
 
 

@@ -388,7 +388,7 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     assert len(service.loads) == 2
 
 
-@pytest.mark.parametrize("theme", every_other(["textual-dark", "textual-light"]))
+@pytest.mark.parametrize("theme", every_other(["localllm-dark", "localllm-light"]))
 async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
     async with planning(FakePlanner(name="[bold]a\x1b[31m name"), theme=theme, size=(80, 24)) as (app, pilot, screen):
         assert_shown(app, "context", "RAM cap", "goal", "tok/s, bound by", "⏎ apply", "[bold]a", "26 in memory")

@@ -128,11 +128,11 @@ class Notice(Static):
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
 _PARTS = {  # in their order on the bar
-    "template": "$primary-darken-2",
-    "system": "$secondary",
-    "history": "$primary",
-    "question": "$primary-lighten-2",
-    "answer": "$accent",
+    "template": "$foreground-muted",
+    "system": "$secondary-darken-2",
+    "history": "$secondary",
+    "question": "$primary-darken-2",
+    "answer": "$primary",
 }
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 _BOUND = {"disk": ("disk", "reading blocks from the disk"), "link": ("link", "copying blocks to the GPU")}
