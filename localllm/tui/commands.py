@@ -12,7 +12,7 @@ COMMANDS: Mapping[str, Command] = {
     "continue": Command("", "continue the last answer where it ends"),
     "edit": Command("", "edit the last question"),
     **{name: SHARED[name] for name in ("undo", "clear", "fork", "title")},
-    "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
+    "copy": Command("[NUMBER]", "copy the last answer, or the code block of this number"),
     "code": Command("[NUMBER PATH]", "list the code blocks to copy, or save one to a file"),
     "file": SHARED["file"],
     "detach": Command("", "remove the files attached to the next question"),

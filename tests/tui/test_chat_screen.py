@@ -285,6 +285,19 @@ async def test_the_picker_copies_or_saves_a_code_block(copied: list[str], tmp_pa
         assert (tmp_path / "a.py").read_text() == "print('fox')\n"
 
 
+async def test_code_is_copied_by_the_number_it_has_on_the_screen(copied: list[str]) -> None:
+    more = "".join(f"```\nblock {number}\n```\n\n" for number in range(3, 12))
+    async with chatting(FakeService([CODE, "No code.", more]), asked=["1", "2", "3"], size=(100, 70)) as (app, pilot):
+        assert_shown(app, "1  python", "2  sh", "  3  ", "  11  ")
+        await press(pilot, "f7", "2", until=lambda: copied == ["ls -l\n"])
+        await press(pilot, "f7", "1", "1", until=lambda: copied[1:] == ["block 11\n"])
+        await press(pilot, "f7", "1", "enter", until=lambda: copied[2:] == ["print('fox')\n"])
+        await press(pilot, "f7", "enter", until=lambda: copied[3:] == ["block 3\n"])
+        await command(pilot, "/copy 4", until=lambda: copied[4:] == ["block 4\n"])
+        await command(pilot, "/undo", until=lambda: app.chat.num_turns == 4)
+        await command(pilot, "/copy 4", until="the chat has 2")
+
+
 async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
     async with chatting(asked="Hello") as (app, pilot):
         for line in (f"/save {tmp_path / 'a.json'}", f"/export {tmp_path / 'a.md'}"):

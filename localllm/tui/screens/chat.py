@@ -26,7 +26,6 @@ from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
 from localllm.tui.job_queue import Job
-from localllm.tui.markdown_render import code_blocks
 from localllm.tui.widgets.composer import Composer, ComposerPanel
 from localllm.tui.widgets.message_view import MessageView, Thought
 from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
@@ -315,11 +314,11 @@ class ChatScreen(Screen[None]):
             self.worker.do(lambda: self.worker.save_code(code, path.strip()))
 
     def _code_block(self, number: str, command: str) -> str:
-        """The code of the last answer's block of this number. Raises UsageError."""
-        blocks = code_blocks(self.answer_text)
+        """The code of the block with this number on the screen. Raises UsageError."""
+        blocks = self.transcript.codes.blocks
         if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
-            fix = f"{command} 1" if blocks else "/copy"
-            why = f"the last answer has {len(blocks)}"
+            fix = f"{command} {len(blocks)}" if blocks else "/copy"
+            why = f"the chat has {len(blocks)}"
             raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix=fix)
         return blocks[int(number) - 1].code
 
@@ -395,7 +394,11 @@ class ChatScreen(Screen[None]):
         self.unless_answering(self.worker.go_on, self._answer)
 
     def action_code(self) -> None:
-        self.pick_code(self.answer_text)
+        """Pick among all code blocks, from the first of the latest answer that has one."""
+        codes = self.transcript.codes
+        total = len(codes.blocks)
+        first = next((n for n in map(codes.num_before, range(self.num_turns, -1, -1)) if n < total), 0)
+        self.pick_code(first)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
@@ -423,7 +426,9 @@ class ChatScreen(Screen[None]):
             case "copy":
                 self.copy(view.copy_text, "the message")
             case "code":
-                self.pick_code(view.copy_text)
+                before = self.transcript.codes.num_before
+                has_code = before(view.index + 1) > before(view.index)
+                self.pick_code(before(view.index)) if has_code else self.notice.note("there is no code block in it")
             case "fork":
                 self.set_focus(self.composer)
                 self.unless_answering(lambda: self.worker.fork_at(view.index + 1))
@@ -461,12 +466,13 @@ class ChatScreen(Screen[None]):
         return kept_apart(text, is_thinking=answers[-1] in self._thinking)[1] if answers else ""
 
     @work
-    async def pick_code(self, text: str) -> None:
+    async def pick_code(self, first: int) -> None:
+        """first: the code blocks before the one that is chosen at first."""
         from localllm.tui.screens.dialogs import CodeDialog
 
-        if not (blocks := code_blocks(text)):
+        if not (blocks := self.transcript.codes.blocks):
             self.notice.note("there is no code block")
-        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks))) is not None:
+        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks, first))) is not None:
             number, path = picked
             if path is None:
                 self.copy(blocks[number].code, f"code block {number + 1}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
@@ -115,9 +115,12 @@ class CodeDialog(Dialog):
 
     BINDINGS = [Binding("s", "save", "save to a file")]
 
-    def __init__(self, blocks: Sequence[CodeBlock]) -> None:
+    def __init__(self, blocks: Sequence[CodeBlock], first: int) -> None:
+        """first: the index of the block that is chosen at first."""
         super().__init__()
         self._blocks = blocks
+        self._first = first
+        self._digits = ""  # of the number that is typed
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -126,10 +129,25 @@ class CodeDialog(Dialog):
             with VerticalScroll(can_focus=False):
                 yield Static("", id="code", markup=False)
             yield Input(placeholder="a file's path")
-            yield Static(Content("enter copy  s save into a file  esc close"), id="hint")
+            yield Static(Content("a number or enter copies  s saves into a file  esc closes"), id="hint")
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).highlighted = 0
+        self.query_one(OptionList).highlighted = self._first
+
+    def on_key(self, event: events.Key) -> None:
+        """Choose a block by its number, and copy it once no other number begins so."""
+        if self.query_one(Input).has_focus or not (event.character or "").isdecimal():
+            return
+        event.stop()
+        numbers = [str(number + 1) for number in range(len(self._blocks))]
+        self._digits += str(event.character)
+        if self._digits not in numbers:
+            self._digits = str(event.character)
+        if self._digits in numbers:
+            at = numbers.index(self._digits)
+            self.query_one(OptionList).highlighted = at
+            if not any(number.startswith(self._digits) for number in numbers if number != self._digits):
+                self.dismiss((at, None))
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         block = self._blocks[event.option_index]

@@ -14,6 +14,7 @@ from textual.widgets import Static
 
 from localllm.chat.text import one_line
 from localllm.registry import BUILT_IN
+from localllm.tui.code_index import CodeIndex
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.document import Clear
@@ -58,6 +59,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self.live: AnswerView | None = None  # the answer that streams
         self._ending = ""
         self._thinking: Set[int] = frozenset()
+        self.codes = CodeIndex()
         self._earlier = Static("", classes="edge")
         self.welcome = Welcome(key_names)
         self._is_moving = False
@@ -78,6 +80,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """Show the turns; those shown already stay as they are. ending: shown below the last answer. thinking: the
         answers that begin in a thought."""
         self._ending, self._thinking = ending, thinking
+        self.codes.update(turns, thinking)
         await self._show(turns)
         for view in self.views:
             if isinstance(view, AnswerView):
@@ -110,7 +113,11 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """Mount a new answer behind the last message."""
         await self.drop_answer()
         await self._to_end()
-        self.live = AnswerView(len(self._turns), None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts)
+        index = len(self._turns)
+        self.live = AnswerView(
+            index, None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts,
+            num_codes=self.codes.num_before(index),
+        )  # fmt: skip
         await self.mount(self.live)
         self.anchor()
         return self.live
@@ -126,7 +133,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             return QuestionView(index, turn)
         return AnswerView(
             index, turn, is_thinking=index in self._thinking, shows_thoughts=self._shows_thoughts,
-            ending=self._ending_of(index),
+            ending=self._ending_of(index), num_codes=self.codes.num_before(index),
         )  # fmt: skip
 
     def _ending_of(self, index: int) -> str:
