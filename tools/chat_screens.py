@@ -177,7 +177,7 @@ async def pictures(name: str) -> dict[str, str]:
     found = {}
     with _machine():
         app = chat_app(_service())
-        async with running(app, SIZES["160x50"]) as pilot:
+        async with running(app, SIZES["120x40"]) as pilot:
             await until(pilot, lambda: app.chat.status.facts is not None)
             await SCENES[name](pilot)
             for field in app.screen.query(Input):

@@ -92,8 +92,8 @@ class ChatApp(App[None]):
 
         names = KeyNames(start.keys)
         self.worker = ChatWorker(start.resolved, dict(start.extra), serve, post, names, self._start_thread)
-        self.chat = ChatScreen(self.worker, start.draft, away, shows_statistics=start.shows_statistics)
         self.history = HistoryWorker(lambda text: self.call_later(self._warn, text))
+        self.chat = ChatScreen(self.worker, self.history, start.draft, away, shows_statistics=start.shows_statistics)
         self.downloads = DownloadWorker(self.post_message, self._start_thread)
         self.fits = FitWorker(self, lambda: self.chat.is_busy or self.downloads.is_running)
         self._models_screen: ModelsScreen | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
@@ -17,28 +18,42 @@ from textual.widgets import Footer, Static
 from localllm.chat import slash
 from localllm.chat.answer import statistics
 from localllm.chat.context import usage_lines
-from localllm.chat.text import one_line, printable, visible
+from localllm.chat.text import one_line, visible
 from localllm.chat.thoughts import kept_apart
-from localllm.errors import Fix, LocalLLMError, UsageError
-from localllm.history import content_of
+from localllm.errors import Fix, LocalLLMError
+from localllm.history import Session, content_of
 from localllm.tui import messages
 from localllm.tui.chat_worker import ChatWorker
+from localllm.tui.code_copy import CodeCopy
 from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
+from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.job_queue import Job
 from localllm.tui.widgets.composer import Composer, ComposerPanel
+from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import MessageView, Thought
+from localllm.tui.widgets.sidebar import Sidebar
 from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
 from localllm.tui.widgets.transcript import Transcript
+from localllm.tui.widgets.welcome import NUM_CHATS, Welcome, residence
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the messages
+_WIDE = 120  # columns, from which on the chats are listed beside the conversation
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
+
+
+class Columns(Clear, Horizontal):
+    """The list of chats, and the conversation."""
+
+
+class Column(Clear, Vertical):
+    """The conversation, or what is below it."""
 
 
 class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide")]
     BINDINGS = [
         Binding("escape", "stop", "stop", id="chat.stop"),
         Binding("escape", "close", "close", id="chat.close", show=False),
@@ -52,6 +67,8 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
         Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
+        Binding("ctrl+s", "list", "list the chats beside this one, or not", id="chat.list", **_QUIET),
+        Binding("ctrl+o", "latest", "go on with the latest other chat", id="chat.latest", **_QUIET),
         Binding("f5", "regenerate", "regenerate the answer", id="chat.regenerate", **_QUIET),
         Binding("f6", "continue", "continue the answer", id="chat.continue", **_QUIET),
         Binding("f7", "code", "code blocks", id="chat.code", **_QUIET),
@@ -64,10 +81,12 @@ class ChatScreen(Screen[None]):
     notice = getters.query_one(Notice)
     activity = getters.query_one(Activity)
     status = getters.query_one(Status)
+    sidebar = getters.query_one(Sidebar)
 
     def __init__(
         self,
         worker: ChatWorker,
+        history: HistoryWorker,
         draft: str,
         away: Callable[[], AbstractContextManager[None]],
         *,
@@ -76,6 +95,7 @@ class ChatScreen(Screen[None]):
         """draft: the composer's first text. away: entered while another program has the terminal."""
         super().__init__()
         self.worker = worker
+        self._history = history
         self.unsent = ""  # the text in the composer
         self._away = away
         self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
@@ -89,10 +109,14 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
-        yield Activity()
-        yield Notice()
-        yield ComposerPanel(self._draft, self.worker.key_names)
+        with Columns():
+            yield Sidebar(self._history)
+            with Column():
+                yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
+                with Column(classes="foot"):
+                    yield Activity()
+                    yield Notice()
+                    yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
         yield Footer(show_command_palette=True, compact=True)
 
@@ -117,13 +141,15 @@ class ChatScreen(Screen[None]):
 
     def on_chat_started(self, message: messages.ChatStarted) -> None:
         self.composer.remember([*self.composer.asked, *message.asked])
-        self.transcript.welcome.machine = message.machine
+        self.transcript.welcome.show_machine(message.machine)
 
     def on_model_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.activity.progress(message.text, message.done, message.total)
+        share = f" {message.done / message.total:.0%}" if message.total else ""
+        self._welcome_model(f"is being loaded{share}")
 
     def on_model_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
@@ -131,16 +157,25 @@ class ChatScreen(Screen[None]):
             self.activity.clear()
         self.status.facts = message.facts
         self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
-        self.transcript.welcome.model = message.name
+        state = f"is ready, with a context of {message.facts.ctx:,} tokens"
+        self.transcript.welcome.show_model(message.name, state, residence(message.facts))
 
     def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.activity.clear()
         self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
         self.notice.show_error(message.error)
+        self._welcome_model("is not loaded")
+
+    def _welcome_model(self, state: str) -> None:
+        if (selection := self.worker.selection) is not None:
+            self.transcript.welcome.show_model(selection.files.name, state)
 
     async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
+        is_listed = message.session_id == self.session_id and len(message.turns) == len(self._turns)
         self.session_id = message.session_id
+        if not is_listed:
+            self.sidebar.list_chats(self.session_id)
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
             self.status.run_now = AnswerRun()
@@ -224,7 +259,10 @@ class ChatScreen(Screen[None]):
     # The composer
 
     async def on_composer_panel_finished(self, event: ComposerPanel.Finished) -> None:
-        if event.text.startswith("/") and self.panel.editing is None:
+        welcome = self.transcript.welcome
+        if welcome.display and welcome.choose(event.text.strip()):
+            self.panel.take()
+        elif event.text.startswith("/") and self.panel.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
             self.notice.note(self._busy)
@@ -233,6 +271,48 @@ class ChatScreen(Screen[None]):
             question, text = self.panel.take(), event.text.strip()
             await self.transcript.go_end()
             self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
+
+    # Other chats, and the examples of an empty one
+
+    def on_screen_resume(self) -> None:
+        self.sidebar.list_chats(self.session_id)
+
+    def on_sidebar_listed(self, event: Sidebar.Listed) -> None:
+        self.transcript.welcome.show_chats(self.sidebar.others()[:NUM_CHATS])
+
+    async def on_welcome_asked(self, event: Welcome.Asked) -> None:
+        self.set_focus(self.composer)
+        self.composer.put_away()
+        await self.on_composer_panel_finished(ComposerPanel.Finished(event.prompt))
+
+    def on_welcome_opened(self, event: Welcome.Opened) -> None:
+        self._open(event.session)
+
+    def on_chat_list_opened(self) -> None:
+        if (row := self.sidebar.chats.row) is not None:
+            self._open(row.session)
+
+    def action_latest(self) -> None:
+        if others := self.sidebar.others():
+            self._open(others[0].session)
+        else:
+            self.notice.note("there is no other chat")
+
+    def _open(self, session: Session) -> None:
+        self.set_focus(self.composer)
+        if session.id != self.session_id:
+            self.unless_answering(lambda: self.worker.open(session.id))
+
+    def action_list(self) -> None:
+        if self.size.width < _WIDE:
+            key = self.worker.key_names["app.chats"]
+            self.notice.note(
+                f"the list of chats takes {_WIDE} columns, here are {self.size.width}; {key} shows it alone"
+            )
+            return
+        self.set_focus(self.composer)
+        selection = self.worker.selection
+        self.sidebar.toggle(is_saved=selection is not None and not selection.private)
 
     def on_text_area_changed(self) -> None:
         self.unsent = self.panel.unsent
@@ -276,8 +356,8 @@ class ChatScreen(Screen[None]):
             "regen": lambda _: self.action_regenerate(),
             "continue": lambda _: self.action_continue(),
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
-            "copy": self._copy_command,
-            "code": self._code_command,
+            "copy": lambda number: self._copies.copy_command(number, self.answer_text),
+            "code": lambda rest: self._copies.save_command(rest) if rest else self.action_code(),
             "detach": lambda _: do(worker.detach),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
             "sessions": lambda _: self._run("chats"),
@@ -294,33 +374,6 @@ class ChatScreen(Screen[None]):
 
     def _run(self, action: str) -> None:
         self.call_later(self.run_action, f"app.{action}")
-
-    def _copy_command(self, number: str) -> None:
-        if number:
-            self.copy(self._code_block(number, "/copy"), f"code block {number}")
-        elif self.answer_text:
-            self.copy(self.answer_text, "the answer")
-        else:
-            self.notice.note("there is no answer yet")
-
-    def _code_command(self, rest: str) -> None:
-        number, _, path = rest.partition(" ")
-        if not number:
-            self.action_code()
-        elif not path.strip():
-            raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
-        else:
-            code = self._code_block(number, "/code")
-            self.worker.do(lambda: self.worker.save_code(code, path.strip()))
-
-    def _code_block(self, number: str, command: str) -> str:
-        """The code of the block with this number on the screen. Raises UsageError."""
-        blocks = self.transcript.codes.blocks
-        if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
-            fix = f"{command} {len(blocks)}" if blocks else "/copy"
-            why = f"the chat has {len(blocks)}"
-            raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix=fix)
-        return blocks[int(number) - 1].code
 
     def _statistics(self) -> str:
         last = self.worker.last_answer
@@ -341,7 +394,7 @@ class ChatScreen(Screen[None]):
         selected = self.get_selected_text()
         composer = self.composer
         if selected or (composer.has_focus and composer.selected_text):
-            self.copy(selected or composer.selected_text, "the selection")
+            self._copies.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self.is_answering:
             self.worker.answers.stop()
@@ -398,7 +451,7 @@ class ChatScreen(Screen[None]):
         codes = self.transcript.codes
         total = len(codes.blocks)
         first = next((n for n in map(codes.num_before, range(self.num_turns, -1, -1)) if n < total), 0)
-        self.pick_code(first)
+        self._pick_code(first)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
@@ -424,11 +477,11 @@ class ChatScreen(Screen[None]):
             return
         match what:
             case "copy":
-                self.copy(view.copy_text, "the message")
+                self._copies.copy(view.copy_text, "the message")
             case "code":
                 before = self.transcript.codes.num_before
                 has_code = before(view.index + 1) > before(view.index)
-                self.pick_code(before(view.index)) if has_code else self.notice.note("there is no code block in it")
+                self._pick_code(before(view.index)) if has_code else self.notice.note("there is no code block in it")
             case "fork":
                 self.set_focus(self.composer)
                 self.unless_answering(lambda: self.worker.fork_at(view.index + 1))
@@ -453,11 +506,6 @@ class ChatScreen(Screen[None]):
         else:
             self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
 
-    def copy(self, text: str, what: str) -> None:
-        """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
-        self.app.copy_to_clipboard(printable(text))
-        self.notice.note(f"copied {what}: {len(text):,} characters")
-
     @property
     def answer_text(self) -> str:
         """The last answer without its thought."""
@@ -466,15 +514,9 @@ class ChatScreen(Screen[None]):
         return kept_apart(text, is_thinking=answers[-1] in self._thinking)[1] if answers else ""
 
     @work
-    async def pick_code(self, first: int) -> None:
-        """first: the code blocks before the one that is chosen at first."""
-        from localllm.tui.screens.dialogs import CodeDialog
+    async def _pick_code(self, first: int) -> None:
+        await self._copies.pick(first)
 
-        if not (blocks := self.transcript.codes.blocks):
-            self.notice.note("there is no code block")
-        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks, first))) is not None:
-            number, path = picked
-            if path is None:
-                self.copy(blocks[number].code, f"code block {number + 1}")
-            else:
-                self.worker.do(lambda: self.worker.save_code(blocks[number].code, path))
+    @property
+    def _copies(self) -> CodeCopy:
+        return CodeCopy(self.app, self.worker, self.transcript.codes, self.notice)

@@ -8,41 +8,15 @@ from itertools import takewhile
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.chat.text import one_line
-from localllm.registry import BUILT_IN
 from localllm.tui.code_index import CodeIndex
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
-
-
-class Welcome(Widget):
-    machine = reactive("", layout=True)
-    model = reactive("", layout=True)
-
-    def __init__(self, key_names: KeyNames) -> None:
-        super().__init__()
-        self._key_names = key_names
-
-    def render(self) -> Content:
-        keys = self._key_names
-        lines = [Content.styled("localllm", "bold $text-primary")]
-        if self.machine:
-            lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))
-        if self.model == BUILT_IN:
-            lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once, and tells tales."))
-            lines.append(Content(f"{keys['app.models']} shows the models that fit this machine."))
-        elif self.model:
-            lines.append(Content(f"{one_line(self.model)} answers. {keys['app.models']} chooses another model."))
-        hint = f"{keys['app.chats']} has the saved chats, {keys['app.help']} the keys; / begins a command."
-        lines.append(Content.styled(hint, "$foreground-muted"))
-        return Content("\n").join(lines)
-
+from localllm.tui.widgets.welcome import Welcome
 
 _FIRST = 16  # messages that are mounted at once
 _MORE = 4  # when an end of the window is near: 80 ms
