@@ -251,9 +251,10 @@ class ChatApp(App[None]):
 
     def action_help(self) -> None:
         from localllm.tui.key_scopes import key_scopes
-        from localllm.tui.screens.dialogs import HelpScreen
+        from localllm.tui.screens.help import HelpScreen
 
-        self.push_screen(HelpScreen(key_scopes(), self._start.keys))
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(key_scopes(), self._start.keys, self.chat.status.parts))
 
     def action_plan(self) -> None:
         from localllm.tui.screens.plan import PlanScreen

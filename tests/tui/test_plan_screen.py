@@ -32,7 +32,7 @@ from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.bars import KeyBar
-from localllm.tui.widgets.status import AnswerRun, memory_line
+from localllm.tui.widgets.status import AnswerRun, joined, memory_line
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 from tests.tui.support import FakeService, assert_shown, chatting, press, say, shown, texts, until
@@ -451,10 +451,10 @@ def test_the_status_line_says_how_many_experts_are_in_memory_and_how_often_a_wan
         1, "", "", ledger={"ram": {"weights": 1}}, limits={"ram": 2}, bound_by="disk", streamed_bytes=9 * _MIB,
         num_experts=480, experts_in_memory=120,
     )  # fmt: skip
-    line = memory_line(facts, AnswerRun(), 200).plain
+    line = joined(memory_line(facts, AnswerRun(), 200)).plain
     assert "experts 25% in memory" in line and "hits" not in line and "a step" not in line
     assert line.endswith("each token waits for reading experts from the disk")
     facts = replace(facts, experts_wanted=1000, expert_hits=900)
-    assert "experts 25% in memory  hits 90%" in memory_line(facts, AnswerRun(), 200).plain
+    assert "experts 25% in memory  hits 90%" in joined(memory_line(facts, AnswerRun(), 200)).plain
     whole = replace(facts, experts_in_memory=480, streamed_bytes=0)
-    assert "experts" not in memory_line(whole, AnswerRun(), 200).plain
+    assert "experts" not in joined(memory_line(whole, AnswerRun(), 200)).plain

@@ -29,6 +29,7 @@ from localllm.tui.commands import COMMANDS
 from localllm.tui.drafts import edited
 from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.job_queue import Job
+from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.composer import Composer, ComposerPanel
 from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import MessageView, Thought
@@ -66,7 +67,7 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+home", "go('home')", "to the first message", id="chat.home", **_QUIET),
         Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
-        Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
+        Binding("ctrl+n", "new", "new chat", id="chat.new", priority=True),
         Binding("ctrl+s", "list", "list the chats beside this one, or not", id="chat.list", **_QUIET),
         Binding("ctrl+o", "latest", "go on with the latest other chat", id="chat.latest", **_QUIET),
         Binding("f5", "regenerate", "regenerate the answer", id="chat.regenerate", **_QUIET),
@@ -118,7 +119,9 @@ class ChatScreen(Screen[None]):
                     yield Notice()
                     yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
-        yield Footer(show_command_palette=True, compact=True)
+        with Horizontal(id="keys"):
+            yield Footer(show_command_palette=False, compact=True)
+            yield KeyBar({"app.help": "help", "app.leave": "quit"})
 
     @property
     def num_turns(self) -> int:
