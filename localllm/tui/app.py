@@ -259,13 +259,10 @@ class ChatApp(App[None]):
     def action_plan(self) -> None:
         from localllm.tui.screens.plan import PlanScreen
 
-        selection = self.worker.selection
         if isinstance(self.screen, PlanScreen):
             self.screen.dismiss()
-        elif selection is None:
-            self.chat.notice.note("there is no model yet")
         else:
-            self.push_screen(PlanScreen(self.worker, selection))
+            self.push_screen(PlanScreen(self.worker, self.worker.selection or self._start.selection))
 
     def action_models(self) -> None:
         from localllm.tui.screens.models import ModelsScreen

@@ -33,6 +33,7 @@ DEFAULTS: Mapping[str, str] = {
     "message.edit": "e",
     "chats.undo": "u",
     "models.pull": "p",
+    "plan.apply": "enter,a",
 }
 
 

@@ -7,9 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from textual.pilot import Pilot
@@ -431,12 +430,22 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_chat(monkeyp
         assert len(texts(app)) == 4
 
 
-async def test_without_a_model_there_is_no_plan_yet() -> None:
+async def test_a_model_that_is_not_loaded_has_a_plan_and_is_loaded_by_it() -> None:
+    service = FakeService()
+    service.failure = DoesNotFitError("tiny does not fit", why="too little memory", fix="localllm plan tiny")
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
+        assert app.worker.model_name is None and screen.planned is not None
+        assert_shown(app, "no model is loaded: this is the plan of tiny; enter loads it so")
+        service.failure = None
+        await press(pilot, "enter", until=lambda: app.worker.model_name is not None)
+        assert app.screen is app.chat and service.loads == ["tiny", "tiny"]
+
+
+async def test_a_plan_is_shown_before_the_first_model_is_asked_for() -> None:
     async with chatting() as (app, pilot):
         await pilot.pause()  # the first model is asked for
-        app.worker = SimpleNamespace(selection=None, close=app.worker.close)  # type: ignore[assignment]
-        await pilot.press("f2")
-        assert app.screen is app.chat and "there is no model yet" in shown(app)
+        with patch.object(type(app.worker), "selection", None), patch.object(PlanScreen, "_plan"):
+            await press(pilot, "f2", until=PlanScreen)
 
 
 def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:

@@ -16,8 +16,8 @@ from localllm.tui.screens.dialogs import Dialog
 from localllm.tui.widgets.status import StatusPart
 
 _COLUMN = 26
-_PAIR = 37  # columns of a key and its word, where two are side by side
-_MOST_STATUS = 32  # columns of a part of the status line
+_PAIR = 39  # columns of a key and its word, where two are side by side
+_MOST_STATUS = 24  # columns of a part of the status line before its meaning; one that is longer pushes that
 _MAIN_KEYS = {  # by a binding's id
     "composer.send": "send", "composer.newline": "new line", "chat.stop": "stop the answer",
     "chat.regenerate": "answer anew", "chat.continue": "continue the answer", "chat.code": "copy code by its number",
@@ -60,9 +60,10 @@ class HelpScreen(Dialog, inherit_bindings=False):
 
     def _first_page(self) -> Iterator[Content]:
         yield Content.styled("On the status line now", "bold")
-        width = max((part.shown.cell_length for part in self._status), default=0)
-        for part in self._status:
-            shown = part.shown.truncate(min(width, _MOST_STATUS), ellipsis=True, pad=True)
+        lengths = [part.shown.cell_length for part in self._status]
+        width = max((length for length in lengths if length <= _MOST_STATUS), default=0)
+        for part, length in zip(self._status, lengths, strict=True):
+            shown = part.shown.pad_right(max(0, width - length))
             yield shown + Content.styled(f"  {part.meaning}", "$foreground-muted")
         yield Content()
         yield Content.styled("Keys", "bold") + Content("    / lists the commands")

@@ -173,7 +173,9 @@ def model_line(model: str, usage: ContextUsage | None) -> list[StatusPart]:
         figures = f"{min(usage.used, usage.limit):,} of {usage.limit:,} tokens"
         parts.append(StatusPart(1, Content.styled(figures, style), "how full the context is; /tokens says by what"))
         shown = [f"{name} {usage.parts[name]:,}" for name in ("system", "history", "answer") if usage.parts.get(name)]
-        parts.append(StatusPart(6, Content.styled(" ".join(shown), "$foreground-muted"), "tokens of these parts"))
+        parts.append(
+            StatusPart(6, Content.styled(" ".join(shown), "$foreground-muted"), "tokens that these have in it")
+        )
     return parts
 
 
@@ -274,10 +276,13 @@ class Status(Widget):
     run_now: reactive[AnswerRun] = reactive(AnswerRun())
     model_text: reactive[str] = reactive("no model")
 
+    def watch_run_now(self, run: AnswerRun) -> None:
+        self.set_class(not speed_line(run), "-idle")
+
     def render(self) -> Content:
         columns = self.content_size.width
         lines = self._lines(columns)
-        if self.size.height < len(lines):
+        if self.size.height < len(lines) or not lines[1]:
             lines = [[*lines[0], *lines[1]], lines[2]]
         rows = [fitting([(part.rank, part.shown) for part in line], columns) for line in lines[:-1]]
         return Content("\n").join([*rows, joined(lines[-1])])

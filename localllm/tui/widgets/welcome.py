@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from textual import events
@@ -14,7 +14,6 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localllm.chat.plan_text import MEMORIES
 from localllm.chat.text import format_ago, one_line, visible
 from localllm.config import format_bytes
 from localllm.engine.engine_info import EngineFacts
@@ -50,11 +49,13 @@ def example_prompts(model: str) -> Sequence[str]:
 
 
 def residence(facts: EngineFacts) -> str:
-    """Where a loaded model rests: "6.3 GiB of GPU memory, 9.7 GiB of memory"; "" where that is not known."""
-    held = {words: facts.held_bytes(tier) for tier, words in MEMORIES.items()}
-    parts = [f"{format_bytes(amount)} of {words}" for words, amount in held.items() if amount]
-    if facts.streamed_bytes:
-        parts.append(f"{format_bytes(facts.streamed_bytes)} read from the disk at each step")
+    """Where a loaded model rests: "6.3 GiB on the GPU, 9.7 GiB in memory"; "" where that is not known."""
+    places: Mapping[str, int] = {
+        "on the GPU": facts.held_bytes("vram"),
+        "in memory": facts.held_bytes("ram"),
+        "from the disk at each step": facts.streamed_bytes,
+    }
+    parts = [f"{format_bytes(amount)} {where}" for where, amount in places.items() if amount]
     return ", ".join(parts)
 
 
