@@ -26,11 +26,11 @@ class CodeCopy:
         self._app.copy_to_clipboard(printable(text))
         self._notice.note(f"copied {what}: {len(text):,} characters")
 
-    def copy_command(self, number: str, answer: str) -> None:
-        """`/copy`, or `/copy NUMBER`. answer: the last one. Raises UsageError."""
+    def copy_command(self, number: str) -> None:
+        """`/copy`, or `/copy NUMBER`. Raises UsageError."""
         if number:
             self.copy(self._code(number, "/copy"), f"code block {number}")
-        elif answer:
+        elif answer := self._codes.last_answer:
             self.copy(answer, "the answer")
         else:
             self._notice.note("there is no answer yet")

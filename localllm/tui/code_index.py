@@ -1,4 +1,5 @@
-"""The code blocks of a conversation's answers, numbered through it: the number on the screen is the one to copy by."""
+"""The texts of a conversation that are copied: the last answer, and the code blocks of all answers, numbered through
+it. The number on the screen is the one to copy by."""
 
 from __future__ import annotations
 
@@ -39,6 +40,22 @@ class CodeIndex:
         self._read(len(self._turns))
         return [block for found in self._found for block in found]
 
+    @property
+    def num_before_latest(self) -> int:
+        """`num_before` of the latest answer that has code; 0 without one."""
+        total = len(self.blocks)
+        return next((count for at in range(len(self._turns), -1, -1) if (count := self.num_before(at)) < total), 0)
+
+    @property
+    def last_answer(self) -> str:
+        """The last answer without its thought; "" without one."""
+        at = next((at for at in range(len(self._turns) - 1, -1, -1) if self._turns[at]["role"] == "assistant"), None)
+        return "" if at is None else self._answer(at)
+
+    def _answer(self, index: int) -> str:
+        text = content_of(self._turns[index])[0]
+        return kept_apart(text, is_thinking=index in self._thinking)[1]
+
     def _read(self, num_turns: int) -> None:
         for index in range(len(self._found), min(num_turns, len(self._turns))):
             self._found.append(self._read_turn(index))
@@ -48,4 +65,4 @@ class CodeIndex:
         text = content_of(turn)[0] if turn["role"] == "assistant" else ""
         if not any(sign in text for sign in ("```", "~~~", "    ", "\t")):  # parsing takes a third of a ms
             return []
-        return code_blocks(kept_apart(text, is_thinking=index in self._thinking)[1])
+        return code_blocks(self._answer(index))

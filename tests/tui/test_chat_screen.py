@@ -103,10 +103,10 @@ async def test_how_far_the_prompt_was_read_is_shown() -> None:
     service = FakeService(["Done."], prefill=4096)
     service.reads_on.clear()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "a long text", until="of 4,096 tokens")
+        await send(pilot, "a long text", until=lambda: re.search("reading the prompt: .* of 4,096 tokens", shown(app)))
         service.reads_on.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
-        assert "of 4,096 tokens" not in shown(app)
+        assert "reading the prompt" not in shown(app)
 
 
 async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_composer_again() -> None:

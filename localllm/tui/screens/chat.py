@@ -10,7 +10,7 @@ from typing import Any
 from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
@@ -19,19 +19,18 @@ from localllm.chat import slash
 from localllm.chat.answer import statistics
 from localllm.chat.context import usage_lines
 from localllm.chat.text import one_line, visible
-from localllm.chat.thoughts import kept_apart
-from localllm.errors import Fix, LocalLLMError
+from localllm.errors import LocalLLMError
 from localllm.history import Session, content_of
 from localllm.tui import messages
 from localllm.tui.chat_worker import ChatWorker
 from localllm.tui.code_copy import CodeCopy
 from localllm.tui.commands import COMMANDS
-from localllm.tui.drafts import edited
+from localllm.tui.drafts import edited, no_terminal
 from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.job_queue import Job
 from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.columns import Column, Columns
 from localllm.tui.widgets.composer import Composer, ComposerPanel
-from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import MessageView, Thought
 from localllm.tui.widgets.sidebar import Sidebar
 from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
@@ -42,14 +41,6 @@ _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the messages
 _WIDE = 120  # columns, from which on the chats are listed beside the conversation
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
-
-
-class Columns(Clear, Horizontal):
-    """The list of chats, and the conversation."""
-
-
-class Column(Clear, Vertical):
-    """The conversation, or what is below it."""
 
 
 class ChatScreen(Screen[None]):
@@ -102,8 +93,8 @@ class ChatScreen(Screen[None]):
         self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
+        self._listed: tuple[object, ...] = ()  # of this chat, as the list of chats has it
         self._turns: tuple[messages.Turn, ...] = ()
-        self._thinking: frozenset[int] = frozenset()  # which of them are answers that begin in a thought
         self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
         self.session_id: str | None = None  # of the saved chat; None while nothing is saved
@@ -151,8 +142,7 @@ class ChatScreen(Screen[None]):
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.activity.progress(message.text, message.done, message.total)
-        share = f" {message.done / message.total:.0%}" if message.total else ""
-        self._welcome_model(f"is being loaded{share}")
+        self._welcome_model("is being loaded" + (f" {message.done / message.total:.0%}" if message.total else ""))
 
     def on_model_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
@@ -175,14 +165,15 @@ class ChatScreen(Screen[None]):
             self.transcript.welcome.show_model(selection.files.name, state)
 
     async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
-        is_listed = message.session_id == self.session_id and len(message.turns) == len(self._turns)
         self.session_id = message.session_id
-        if not is_listed:
+        listed = message.session_id, message.title, len(message.turns)
+        if listed != self._listed:  # not for each word that is saved
+            self._listed = listed
             self.sidebar.list_chats(self.session_id)
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
             self.status.run_now = AnswerRun()
-        self._turns, self._thinking = message.turns, message.thinking
+        self._turns = message.turns
         if self.panel.editing is not None and not any(turn is self.panel.editing for turn in message.turns):
             self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
@@ -328,10 +319,7 @@ class ChatScreen(Screen[None]):
                 except LocalLLMError as error:
                     self.notice.show_error(error)
         except SuspendNotSupported:
-            why = "it cannot be lent to another program"
-            self.notice.show_error(
-                LocalLLMError("an editor has no place on this terminal", why=why, fix=Fix.command("chat"))
-            )
+            self.notice.show_error(no_terminal())
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
@@ -359,7 +347,7 @@ class ChatScreen(Screen[None]):
             "regen": lambda _: self.action_regenerate(),
             "continue": lambda _: self.action_continue(),
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
-            "copy": lambda number: self._copies.copy_command(number, self.answer_text),
+            "copy": self._copies.copy_command,
             "code": lambda rest: self._copies.save_command(rest) if rest else self.action_code(),
             "detach": lambda _: do(worker.detach),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
@@ -368,9 +356,7 @@ class ChatScreen(Screen[None]):
             "export": lambda path: do(lambda: worker.export(path)),
             "show": lambda _: do(worker.note_all),
             "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
-            "tokens": lambda _: self.notice.lines(
-                usage_lines(usage) if usage is not None else ["there is no model yet"]
-            ),
+            "tokens": lambda _: self.notice.lines(usage_lines(usage) if usage else ["there is no model yet"]),
             "theme": lambda name: self._run(f"theme({name!r})"),
             "bye": lambda _: self._run("leave"),
         }
@@ -451,10 +437,7 @@ class ChatScreen(Screen[None]):
 
     def action_code(self) -> None:
         """Pick among all code blocks, from the first of the latest answer that has one."""
-        codes = self.transcript.codes
-        total = len(codes.blocks)
-        first = next((n for n in map(codes.num_before, range(self.num_turns, -1, -1)) if n < total), 0)
-        self._pick_code(first)
+        self._pick_code(self.transcript.codes.num_before_latest)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
@@ -508,13 +491,6 @@ class ChatScreen(Screen[None]):
             self.notice.note(self._busy if index >= 0 else "there is no question")
         else:
             self.panel.edit(self._turns[index], content_of(self._turns[index])[0])
-
-    @property
-    def answer_text(self) -> str:
-        """The last answer without its thought."""
-        answers = [index for index, turn in enumerate(self._turns) if turn["role"] == "assistant"]
-        text = content_of(self._turns[answers[-1]])[0] if answers else ""
-        return kept_apart(text, is_thinking=answers[-1] in self._thinking)[1] if answers else ""
 
     @work
     async def _pick_code(self, first: int) -> None:
