@@ -19,7 +19,11 @@ DARK = Theme(
     background="#101416",
     surface="#171c1f",
     panel="#1d2427",
-    variables={"border-blurred": "#39454a", "block-cursor-blurred-background": "#2b4a48"},
+    variables={
+        "border-blurred": "#39454a",
+        "block-cursor-blurred-background": "#2b4a48",
+        "scrollbar-background": "#171c1f",
+    },
 )
 LIGHT = Theme(
     name="localllm-light",
@@ -34,7 +38,11 @@ LIGHT = Theme(
     surface="#f1f4f4",
     panel="#e6ebeb",
     dark=False,
-    variables={"border-blurred": "#b9c4c6", "block-cursor-blurred-background": "#c3dfdb"},
+    variables={
+        "border-blurred": "#b9c4c6",
+        "block-cursor-blurred-background": "#c3dfdb",
+        "scrollbar-background": "#eef1f1",
+    },
 )
 OWN = (DARK, LIGHT)
 THEMES: Mapping[str, str] = {  # the names of all themes, by the words that choose them

@@ -153,6 +153,7 @@ _KEYS = {
     "plan.close": "leave",
     "plan.page_down": "scroll",
     "app.help": "help",
+    "app.leave": "quit",
 }
 
 
