@@ -110,7 +110,7 @@ async def test_no_more_of_the_context_is_said_to_be_used_than_there_is() -> None
     service = FakeService(["A long answer about a fox. " * 4])
     service.engine = FakeEngine(ctx=100)
     async with chatting(service, asked="Who?") as (app, pilot):
-        assert "100/100" in shown(app)
+        assert "100 of 100 tokens" in shown(app)
         await command(pilot, "/tokens", until="more than the context of 100")
 
 
