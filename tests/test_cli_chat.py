@@ -183,3 +183,31 @@ def test_who_takes_the_other_commands_flag_is_shown_this_ones(line: list[str], f
 def test_a_command_refuses_what_it_would_ignore_and_what_it_lacks(talk, line: str, words: str) -> None:
     result = talk(line)
     assert result.code == 2 and words in result.err
+
+
+def test_another_model_goes_on_with_the_chat_and_one_that_cannot_leaves_it_as_it_is(talk, tmp_path: Path) -> None:
+    result = talk(
+        "one", "/model", "/model nothing-like-this", "two", "/model tiny", "three", "/model", "/save chat.json"
+    )
+    errors = result.err
+    assert "no model" in errors and "loaded tiny: " in errors and "model tiny: /model NAME continues" in errors
+    assert questions(tmp_path) == ["one", "two", "three"]
+
+
+def test_a_model_that_fails_while_it_loads_gives_the_place_back_to_the_one_before(
+    talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    write_checkpoint(broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = talk("one", f"/model {broken}", "two", "/save chat.json")
+    assert questions(tmp_path) == ["one", "two"] and len(saved(tmp_path)) == 4, result.err
+
+
+def test_an_answer_is_printed_where_no_terminal_can_copy_it(talk, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Look:\n\n```py\nx = 1\n```\n"}]
+    (tmp_path / "said.json").write_text(json.dumps(messages))
+    result = talk("/copy", "/load said.json", "/copy 1", "/copy", "/copy 2")
+    assert result.out.decode() == "x = 1\n" + messages[1]["content"]
+    assert "there is no answer yet" in result.err and "there is no code block '2'" in result.err

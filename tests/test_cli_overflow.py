@@ -83,7 +83,7 @@ def test_a_chat_tells_once_that_the_context_is_nearly_full_and_statistics_each_t
     result = talk(*QUESTIONS[:3], "/regen")
     notes = [line for line in result.err.splitlines() if line.startswith("the context is")]
     assert len(notes) == 1
-    assert re.fullmatch(r"the context is 8\d% full \(\d+ of 128 tokens\); /undo, /clear, or /set .*", notes[0])
+    assert re.fullmatch(r"the context is 8\d% full \(\d+ of 128 tokens\); once .*: /undo, /clear, or /set .*", notes[0])
     assert talk("one", flags=("--stats",)).err.count("context ") == 1
 
 

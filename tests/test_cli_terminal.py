@@ -318,3 +318,10 @@ def test_a_removal_says_how_much_it_takes_with_it_and_heeds_the_answer(
     terminal.send(f"{answer}\n")
     assert terminal.end() == code and told.encode() in terminal.text
     assert blobs.exists() == (answer != "y")
+
+
+def test_an_answer_is_copied_by_the_terminal(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("chat", model, "--plain", "--max-tokens", "4")
+    terminal.wait_for_prompt()
+    terminal.say("one")
+    terminal.say("/copy", r"\x1b\]52;c;[A-Za-z0-9+/=]+\x07(.|\s)*copied the answer: \d+ characters")

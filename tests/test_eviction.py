@@ -206,8 +206,11 @@ def test_every_real_template_accepts_what_stays(
         assert len(fitted.prompt_ids) <= max(ctx - answer_room(ctx, None), alone)
 
 
-def test_the_meter_tells_when_four_fifths_are_reached_and_then_only_what_is_five_points_fuller() -> None:
+def test_the_meter_tells_when_four_fifths_are_reached_and_again_at_95_percent() -> None:
     meter = ContextMeter()
-    told = [meter.note(used, 100, "stop") for used in (10, 79, 81, 83, 86, 90, 92, 40, 80)]
-    assert [note is not None for note in told] == [False, False, True, False, True, False, True, False, True]
-    assert told[2] == "the context is 81% full (81 of 100 tokens); /undo, /clear, or /set overflow evict"
+    told = [meter.note(used, 100, "stop") for used in (10, 79, 81, 83, 94, 95, 99, 40, 80)]
+    assert [note is not None for note in told] == [False, False, True, False, False, True, False, False, True]
+    assert told[2] == (
+        "the context is 81% full (81 of 100 tokens); once it is full, answers are cut and questions refused: "
+        "/undo, /clear, or /set overflow evict"
+    )

@@ -1,4 +1,4 @@
-"""Pictures of the full-screen chat, in docs/screens: each screen at two sizes, dark and light.
+"""Pictures of the full-screen chat, in docs/screens: each screen at three sizes, dark and light.
 
     python -m tools.chat_screens            writes those that changed; the tests compare them
 
@@ -26,7 +26,6 @@ from textual.widgets import Input
 
 from localllm import hub
 from localllm.engine.events import SpeculationStats, StepSplit, Timings, Usage
-from localllm.errors import DoesNotFitError
 from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
@@ -34,14 +33,14 @@ from localllm.runtime.fit_check import Verdict
 from localllm.tui.app import ChatApp
 from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
-from localllm.tui.widgets.chat_list import ChatPreview
+from localllm.tui.themes import DARK, LIGHT
 from tests.tui.support import FakeService, chat_app, running, say, shown, until
 from tests.tui.test_plan_screen import FakePlanner
 
 FOLDER = Path(__file__).parent.parent / "docs" / "screens"
 VERSIONS = FOLDER / "versions.json"
-SIZES = {"80x24": (80, 24), "160x50": (160, 50)}
-THEMES = {"dark": "textual-dark", "light": "textual-light"}
+SIZES = {"80x24": (80, 24), "120x40": (120, 40), "200x60": (200, 60)}
+THEMES = {"dark": DARK.name, "light": LIGHT.name}
 
 _ANSWER = """<think>
 The user wants a function and how fast it is. Memoised recursion is the shortest.
@@ -58,13 +57,13 @@ def fibonacci(n: int) -> int:
     return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 ```
 
-| how | additions for n = 90 |
-|---|---|
-| plain recursion | about 4.7 * 10^18 |
-| with `cache` | 89 |
+| how | additions for $n = 90$ | grows as |
+|---|--:|:-:|
+| plain recursion | $4.7 \\times 10^{18}$ | $\\varphi^n$ |
+| with `cache` | 89 | $n$ |
 
-- `cache` keeps each result, so that it is computed once.
-- For a very large *n* use a loop: Python's recursion ends at 1,000 calls.
+- [x] `cache` keeps each result, so that it is computed once.
+- [ ] For a very large *n* use a loop: Python's recursion ends at 1,000 calls.
 """
 _CHATS = (
     ("Bread without kneading", "How does bread rise without kneading?", "Time does what hands do."),
@@ -101,27 +100,17 @@ def _app(pilot: Pilot[Any]) -> ChatApp:
 
 
 async def _welcome(pilot: Pilot[Any]) -> None:
-    await until(pilot, lambda: _app(pilot).chat.transcript.welcome.machine != "")
+    welcome = _app(pilot).chat.transcript.welcome
+    await until(pilot, lambda: welcome.machine and "6  A tale for tonight" in shown(_app(pilot)))
 
 
 async def _chat(pilot: Pilot[Any]) -> None:
     await say(pilot, "How do I compute Fibonacci numbers in Python, and how fast is it?")
-
-
-async def _error(pilot: Pilot[Any]) -> None:
-    await _chat(pilot)
-    why = "36.9 GiB are needed, 11.2 GiB of GPU memory and 24 GiB of memory are free"
-    _app(pilot).chat.notice.show_error(
-        DoesNotFitError("llama-3.3-70b does not fit", why=why, fix="localllm plan llama-3.3-70b")
-    )
-
-
-async def _commands(pilot: Pilot[Any]) -> None:
-    await _chat(pilot)
-    await pilot.press("/", "s")
+    await until(pilot, "▸ How do I compute")
 
 
 async def _help(pilot: Pilot[Any]) -> None:
+    await _chat(pilot)
     await pilot.press("f1")
 
 
@@ -148,7 +137,8 @@ async def _models(pilot: Pilot[Any]) -> None:
     await pilot.press("down")
 
 
-async def _chats(pilot: Pilot[Any]) -> None:
+def _keep_chats() -> None:
+    """Chats of other days, one of them pinned."""
     for number, (title, question, answer) in enumerate(_CHATS):
         said = (Said(f"q{number}", None, "user", question), Said(f"a{number}", f"q{number}", "assistant", answer))
         kept_at = time.time() - 7250 * (number + 1)
@@ -156,27 +146,21 @@ async def _chats(pilot: Pilot[Any]) -> None:
         about = (f"chat{number}", f"chat-{number}", title, "qwen3-8b", None, kept_at, kept_at, f"a{number}")
         with History.open(history_file()) as history:
             history.add(Conversation(*about, said, facts))
-    await pilot.press("f4")
-    await until(pilot, lambda: "Tides" in shown(_app(pilot)))
-    await pilot.press("slash", *"moon")
-    await until(pilot, lambda: "2 places in 2 chats" in shown(_app(pilot)))
-    preview = _app(pilot).screen.query_one(ChatPreview)
-    await until(pilot, lambda: preview.query_one("#before").display)  # it is read again, from what was found on
 
 
 Scene = Callable[[Pilot[Any]], Awaitable[None]]
 SCENES: dict[str, Scene] = {
-    "welcome": _welcome, "chat": _chat, "error": _error, "commands": _commands, "help": _help, "plan": _plan,
-    "models": _models, "chats": _chats,
+    "welcome": _welcome, "chat": _chat, "help": _help, "plan": _plan, "models": _models,
 }  # fmt: skip
 
 
 async def pictures(name: str) -> dict[str, str]:
     """A scene's pictures as SVG, by the names of their files. Run it with a home folder that is empty."""
     found = {}
+    _keep_chats()
     with _machine():
         app = chat_app(_service())
-        async with running(app, SIZES["160x50"]) as pilot:
+        async with running(app, SIZES["120x40"]) as pilot:
             await until(pilot, lambda: app.chat.status.facts is not None)
             await SCENES[name](pilot)
             for field in app.screen.query(Input):
@@ -204,7 +188,6 @@ def _machine() -> Iterator[None]:
         patch.object(hub, "list_models", lambda: here),
         patch("localllm.runtime.fit_check.judge", _judged),
         patch.object(hub, "describe", _described),
-        patch("localllm.tui.widgets.chat_list.format_time", lambda _: "2026-11-22 14:27"),
     ):
         yield
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request, SamplingParams
 
-_WARNED = 80  # percent of the context: from here on a chat reports how full it is
-_STEP = 5  # percent: and again each time it is so much fuller
+_WARNED = (80, 95)  # percent of the context from which on a chat says how full it is, once each
 _BAR_CELLS = 40
 
 
@@ -161,25 +160,25 @@ REMEDIES = {
 }
 
 
+_OUTLOOKS = {"stop": "; once it is full, answers are cut and questions refused"}
+
+
 @dataclass
 class ContextMeter:
-    """Reports how full the context is when it becomes nearly full, and again each time it is fuller by a step.
+    """Reports how full the context is when it becomes nearly full, and again before the end.
 
-    reported: percent, the last time.
+    reported: percent of the last report; 0 before one.
     """
 
     reported: int = 0
 
     def note(self, used: int, limit: int, policy: str) -> str | None:
         """Return the notice after an answer, if there is one."""
-        percent = 100 * used // limit
-        if percent < _WARNED:
-            self.reported = 0
+        reached = max((each for each in _WARNED if 100 * used >= each * limit), default=0)
+        before, self.reported = self.reported, reached
+        if reached <= before:
             return None
-        if percent < self.reported + _STEP:
-            return None
-        self.reported = percent
-        return f"the context is {filled(used, limit)}; {REMEDIES[policy]}"
+        return f"the context is {filled(used, limit)}{_OUTLOOKS.get(policy, '')}: {REMEDIES[policy]}"
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ COMMANDS: Mapping[str, Command] = {
     "load": Command(
         "PATH", "continue from a conversation in a JSON file", lambda session, path: [f"{session.load(path)} messages"]
     ),
+    "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
+    "model": Command("[NAME]", "show the model, or continue with another; the chat stays"),
     "set": Command("[KEY VALUE]", "show or change settings for the next answers; `-` resets one", _set),
     "think": Command("[on|off|LEVEL]", "how much to think before answering: low, medium, high; `-` resets it", _think),
     "show": Command("", "show model, context, system message and settings", _show),

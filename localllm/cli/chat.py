@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,7 +20,7 @@ from localllm.chat.file_references import dropped
 from localllm.chat.recorder import Resumed, look_up
 from localllm.chat.session import ChatSession, mended_in_chat
 from localllm.chat.text_file import ExistsError, typed_path
-from localllm.chat.thoughts import effort_of, told_apart
+from localllm.chat.thoughts import effort_of, kept_apart, told_apart
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
@@ -33,11 +33,15 @@ from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
 from localllm.config import user_directories
 from localllm.errors import CardFaultError, Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
+from localllm.history import content_of
 from localllm.registry import BUILT_IN
-from localllm.runtime.engine_loader import Opening
+from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.error_origins import with_origins
-from localllm.runtime.selection import Selection, is_model, named
+from localllm.runtime.selection import Selection, is_model, locate, named, with_defaults
 from localllm.settings import KEPT, OUTPUT, EngineConfig, SamplingSettings
+
+if TYPE_CHECKING:
+    from localllm.cli.load_progress import EngineLoad
 
 _LISTED = 10  # by /sessions
 _SHOWN_LINES = 12  # of each message that a resumed chat begins with
@@ -102,8 +106,6 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
 
     The chat is saved as it happens, on this disk only.
     """
-    from localllm.cli.load_progress import loading
-
     cli = cli_context(context)
     refuse_together(flags, EXCLUSIVE)
     if not flags["plain"] and not has_screen():
@@ -125,10 +127,8 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         assert cli.resolved is not None
         run_screen(cli, selection, cli.resolved, flags, resumed)
     reader = LineReader(cli.output, user_directories().data / "history")
-    with (
-        loading(cli, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load,
-        contextlib.ExitStack() as stack,
-    ):
+    with ChatEngine(cli, attaches=not flags["no_attach"]) as engines, contextlib.ExitStack() as stack:
+        load = engines.load(selection)
         session = ChatSession(selection, cli.output, extra_sampling(flags), resumed, flags["system"])
         stack.callback(session.close)
         if not selection.private:
@@ -138,7 +138,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         session.use_engine(load.handle, engine)
         if resumed is not None:
             _show_resumed(cli.output, resumed)
-        LineChat(cli, session, reader, shows_statistics=flags["stats"]).run()
+        LineChat(cli, session, reader, engines, shows_statistics=flags["stats"]).run()
 
 
 def _select(cli: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
@@ -153,8 +153,6 @@ def _select(cli: CliContext, word: str | None, flags: Mapping[str, Any], resumed
 
 def _show_resumed(output: Output, resumed: Resumed) -> None:
     """Show which chat it is, and how it ended."""
-    from localllm.history import content_of
-
     output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
     last = [turn for turn, _ in resumed.turns][-2:]
     for turn in last:
@@ -172,11 +170,39 @@ def _show_resumed(output: Output, resumed: Resumed) -> None:
         output.note("(not answered: /regen answers it)")
 
 
+class ChatEngine:
+    """The engine that answers, one at a time: another is loaded once the memory of the one before is free."""
+
+    def __init__(self, cli: CliContext, *, attaches: bool) -> None:
+        """attaches: as in `loading`."""
+        self._cli = cli
+        self._attaches = attaches
+        self._loaded = contextlib.ExitStack()
+
+    def __enter__(self) -> ChatEngine:
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._loaded.__exit__(*error)
+
+    def load(self, selection: Selection) -> EngineLoad:
+        """Begin to load. Raises at once where it is known that the model cannot run; the one before stays then."""
+        from localllm.cli.load_progress import loading
+
+        check(selection)
+        self._loaded.close()
+        opening = Opening(keeps_pages=True)
+        return self._loaded.enter_context(loading(self._cli, selection, opening, attaches=self._attaches))
+
+
 class LineChat:
     """The chat line by line: a message or a command in, an answer out. Errors are shown, and the chat goes on."""
 
-    def __init__(self, cli: CliContext, session: ChatSession, reader: LineReader, *, shows_statistics: bool) -> None:
+    def __init__(
+        self, cli: CliContext, session: ChatSession, reader: LineReader, engines: ChatEngine, *, shows_statistics: bool
+    ) -> None:
         self._cli = cli
+        self._engines = engines
         self._output = cli.output
         self._session = session
         self._reader = reader
@@ -188,6 +214,8 @@ class LineChat:
             "regen": self._regenerate,
             "sessions": self._list_sessions,
             "save": self._save,
+            "copy": self._copy,
+            "model": self._model,
             "stats": self._statistics,
             "bye": self._leave,
         }
@@ -289,6 +317,58 @@ class LineChat:
         from localllm.cli.sessions import listed
 
         self._note([*listed(_LISTED), "localllm chat --resume ID goes on with one of them"])
+
+    def _copy(self, number: str) -> None:
+        """Copy the last answer without its thought, or a code block of it; without a terminal it is printed."""
+        from localllm.tui.markdown_render import code_blocks  # imports textual: for this command alone
+
+        dialogue = self._session.dialogue
+        turn = next((turn for turn in reversed(dialogue.turns) if turn["role"] == "assistant"), None)
+        if turn is None:
+            self._output.note("there is no answer yet")
+            return
+        text = kept_apart(content_of(turn)[0], is_thinking=dialogue.begins_in_thought(turn))[1]
+        what, blocks = "the answer", code_blocks(text)
+        if number:
+            if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
+                why = f"the last answer has {len(blocks)}"
+                raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix="/copy")
+            what, text = f"code block {number}", blocks[int(number) - 1].code
+        if self._output.copy(text):
+            self._output.note(f"copied {what}: {len(text):,} characters")
+        else:
+            self._output.verbatim(text if text.endswith("\n") else text + "\n")
+
+    def _model(self, name: str) -> None:
+        """Show the model, or load another. Where that fails, the one before is loaded again."""
+        session, resolved = self._session, self._cli.resolved
+        before = session.selection
+        assert resolved is not None
+        if not name:
+            self._output.note(
+                f"model {before.files.name}: /model NAME continues with another, `localllm list` shows them"
+            )
+            return
+        selection = with_defaults(resolved, locate(resolved, name))
+        load = self._engines.load(selection)  # first: where it cannot be, all stays as it is
+        try:
+            self._use(load, selection)
+        except (LocalLLMError, Interrupted):
+            self._cli.interrupts.settle()
+            self._output.note(f"going on with {before.files.name}")
+            self._use(self._engines.load(before), before)
+            raise
+        assert session.engine is not None
+        facts = session.engine.facts()
+        self._output.note(f"loaded {selection.files.name}: {facts.weights} weights, {facts.ctx:,} tokens of context")
+        if (too_long := session.too_long()) is not None:
+            self._output.warn(too_long)
+
+    def _use(self, load: EngineLoad, selection: Selection) -> None:
+        engine = load.wait()
+        self._session.use_model(selection)
+        self._session.use_engine(load.handle, engine)
+        self._cli.model = selection.files
 
     def _save(self, path: str) -> None:
         target = typed_path(path or "chat.json")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import unicodedata
+from base64 import b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -87,6 +88,13 @@ class Output:
     def verbatim(self, text: str) -> None:
         """A text of which every byte counts; on a terminal without control characters."""
         self._write_stdout(printable(text) if self.stdout_is_terminal else text)
+
+    def copy(self, text: str) -> bool:
+        """Put a text into the clipboard by the terminal (OSC 52), without control characters: a shell might obey them
+        in a paste. Return False where stdout is no terminal."""
+        if self.stdout_is_terminal:
+            self._write_stdout(f"\x1b]52;c;{b64encode(printable(text).encode()).decode()}\a")
+        return self.stdout_is_terminal
 
     def line(self, text: str = "") -> None:
         """One line of a listing."""

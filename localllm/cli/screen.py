@@ -80,10 +80,11 @@ def _app(
     """Imports textual while the terminal answers."""
     try:
         from localllm.tui import drafts
-        from localllm.tui.app import DARK, LIGHT, ChatApp, Start
+        from localllm.tui.app import ChatApp, Start
         from localllm.tui.key_scopes import checked_keys, checked_theme
         from localllm.tui.model_loader import serve, serve_attached
         from localllm.tui.terminal import as_meant
+        from localllm.tui.themes import DARK, LIGHT
     finally:
         is_light, typed = background.is_light()
     keys = checked_keys(resolved)
@@ -95,7 +96,7 @@ def _app(
         resumed,
         flags["system"],
         extra_sampling(flags),
-        theme or (LIGHT if is_light else DARK),
+        theme or (LIGHT if is_light else DARK).name,
         keys,
         unsent + typed,
         shows_statistics=flags["stats"],

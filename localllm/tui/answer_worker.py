@@ -175,4 +175,4 @@ class AnswerWorker:
         if (empty := silence(answer)) is not None:
             self._post(messages.Noted(empty, "warning"))
         if (fullness := session.fullness()) is not None:
-            self._post(messages.Noted(fullness.text, "warning" if fullness.is_full else "information"))
+            self._post(messages.Noted(fullness.text, "warning"))

@@ -18,7 +18,7 @@ from textual.screen import Screen
 from textual.worker import WorkerFailed
 
 from localllm.chat.recorder import Resumed
-from localllm.config import ResolvedSettings
+from localllm.config import ResolvedSettings, user_directories
 from localllm.errors import CardFaultError, LocalLLMError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.tui import drafts, messages
@@ -31,11 +31,11 @@ from localllm.tui.keys import EVERYWHERE, KeyNames
 from localllm.tui.model_loader import Serve, serve
 from localllm.tui.plan_worker import FitFound, FitMeasuring, FitWorker
 from localllm.tui.screens.chat import ChatScreen
+from localllm.tui.themes import DARK, LIGHT, OWN, THEMES
 
 if TYPE_CHECKING:
     from localllm.tui.screens.models import ModelsScreen
 
-DARK, LIGHT = "textual-dark", "textual-light"
 _DRAFT_S = 1.0  # between two looks at whether the draft has changed
 _STOP_S = 1.0  # for downloads to stop; their files stay in any case
 _ALONE_S = 2.0  # between two looks at whether the terminal is still there
@@ -54,7 +54,7 @@ class Start:
     resumed: Resumed | None = None
     system: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    theme: str = DARK
+    theme: str = DARK.name
     keys: Mapping[str, str] = field(default_factory=dict)
     draft: str = ""
     shows_statistics: bool = False
@@ -92,8 +92,8 @@ class ChatApp(App[None]):
 
         names = KeyNames(start.keys)
         self.worker = ChatWorker(start.resolved, dict(start.extra), serve, post, names, self._start_thread)
-        self.chat = ChatScreen(self.worker, start.draft, away, shows_statistics=start.shows_statistics)
         self.history = HistoryWorker(lambda text: self.call_later(self._warn, text))
+        self.chat = ChatScreen(self.worker, self.history, start.draft, away, shows_statistics=start.shows_statistics)
         self.downloads = DownloadWorker(self.post_message, self._start_thread)
         self.fits = FitWorker(self, lambda: self.chat.is_busy or self.downloads.is_running)
         self._models_screen: ModelsScreen | None = None
@@ -101,6 +101,8 @@ class ChatApp(App[None]):
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(DaemonExecutor())
+        for theme in OWN:
+            self.register_theme(theme)
         self.theme = self._start.theme
         self.set_keymap(dict(self._start.keys))
         self.push_screen(self.chat)
@@ -228,7 +230,7 @@ class ChatApp(App[None]):
 
     def on_background_reported(self, message: messages.BackgroundReported) -> None:
         if self._start.follows_terminal:
-            before, self._first_theme = self._first_theme, LIGHT if message.is_light else DARK
+            before, self._first_theme = self._first_theme, (LIGHT if message.is_light else DARK).name
             self.theme = self._first_theme if self.theme == before else self.theme
 
     def on_download_changed(self, message: DownloadChanged) -> None:
@@ -249,20 +251,18 @@ class ChatApp(App[None]):
 
     def action_help(self) -> None:
         from localllm.tui.key_scopes import key_scopes
-        from localllm.tui.screens.dialogs import HelpScreen
+        from localllm.tui.screens.help import HelpScreen
 
-        self.push_screen(HelpScreen(key_scopes(), self._start.keys))
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(key_scopes(), self._start.keys, self.chat.status.parts))
 
     def action_plan(self) -> None:
         from localllm.tui.screens.plan import PlanScreen
 
-        selection = self.worker.selection
         if isinstance(self.screen, PlanScreen):
             self.screen.dismiss()
-        elif selection is None:
-            self.chat.notice.note("there is no model yet")
         else:
-            self.push_screen(PlanScreen(self.worker, selection))
+            self.push_screen(PlanScreen(self.worker, self.worker.selection or self._start.selection))
 
     def action_models(self) -> None:
         from localllm.tui.screens.models import ModelsScreen
@@ -300,12 +300,13 @@ class ChatApp(App[None]):
     def action_theme(self, name: str) -> None:
         if not name:
             self.search_themes()
-        elif name in self.available_themes:
-            self.theme = name
-        elif name == "auto":
-            self.theme = self._first_theme
+        elif name in ("auto", *THEMES):
+            self.theme = THEMES.get(name, self._first_theme)
+            if name != self.worker.resolved.settings.theme:
+                file = user_directories().config / "config.toml"
+                self.chat.notice.note(f'until you leave; theme = "{name}" in {file} keeps it')
         else:
-            known = ", ".join(sorted(self.available_themes))
+            known = ", ".join(["auto", *sorted(THEMES)])
             self.chat.notice.show_error(
                 UsageError(f"there is no theme {name[:40]!r}", why=f"known are {known}", fix="/theme")
             )

@@ -12,7 +12,7 @@ COMMANDS: Mapping[str, Command] = {
     "continue": Command("", "continue the last answer where it ends"),
     "edit": Command("", "edit the last question"),
     **{name: SHARED[name] for name in ("undo", "clear", "fork", "title")},
-    "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
+    "copy": Command("[NUMBER]", "copy the last answer, or the code block of this number"),
     "code": Command("[NUMBER PATH]", "list the code blocks to copy, or save one to a file"),
     **{name: SHARED[name] for name in ("attach", "detach")},
     "model": Command("[NAME]", "choose a model; the chat stays"),
@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, Command] = {
     "show": Command("", "show model, context, system message and settings"),
     "stats": Command("", "show speeds and times of the last answer"),
     **{name: SHARED[name] for name in ("tokens", "cache")},
-    "theme": Command("[NAME]", "choose the colour theme"),
+    "theme": Command("[NAME]", "choose the colours: dark, light, auto, or a theme of the list"),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
 

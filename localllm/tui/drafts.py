@@ -13,7 +13,7 @@ from pathlib import Path
 
 from localllm.chat.text_file import replace_file
 from localllm.config import user_directories
-from localllm.errors import LocalLLMError, UsageError
+from localllm.errors import Fix, LocalLLMError, UsageError
 
 
 def _path() -> Path:
@@ -54,3 +54,9 @@ def edited(text: str, environ: Mapping[str, str] = os.environ) -> str:
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         what = f"the editor {command!r} did not work"
         raise LocalLLMError(what, why=str(error), fix="export EDITOR=nano") from None
+
+
+def no_terminal() -> LocalLLMError:
+    """The error of a terminal that cannot be lent to an editor."""
+    why = "it cannot be lent to another program"
+    return LocalLLMError("an editor has no place on this terminal", why=why, fix=Fix.command("chat"))

@@ -10,13 +10,13 @@ from typing import Any
 
 from textual.binding import Binding
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys
-from textual.theme import BUILTIN_THEMES
 from textual.widgets import TextArea
 
 from localllm.config import ResolvedSettings, unknown_key
 from localllm.errors import SettingsError
 from localllm.toml_file import TomlFile
 from localllm.tui.keys import EVERYWHERE
+from localllm.tui.themes import THEMES
 
 _MODIFIERS = ("ctrl", "alt", "shift", "super", "hyper", "meta")
 _EVERYWHERE = "Everywhere"
@@ -123,10 +123,10 @@ def checked_theme(resolved: ResolvedSettings) -> str | None:
     name, where = resolved.settings.theme, resolved.origins["theme"].where
     if name == "auto":
         return None
-    if name not in BUILTIN_THEMES:
-        error = unknown_key(name, where, ["auto", *BUILTIN_THEMES])
+    if name not in THEMES:
+        error = unknown_key(name, where, ["auto", *THEMES])
         raise SettingsError(f"there is no theme {name[:80]!r} ({where})", why=error.why, fix='theme = "auto"')
-    return name
+    return THEMES[name]
 
 
 def _where(resolved: ResolvedSettings, name: str) -> str:

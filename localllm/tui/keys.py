@@ -9,11 +9,11 @@ from textual.binding import Binding
 from textual.keys import format_key
 
 EVERYWHERE = [
-    Binding("f1", "help", "help", id="app.help"),
+    Binding("f1,question_mark", "help", "help", id="app.help", show=False),
     Binding("f2", "plan", "plan", id="app.plan"),
     Binding("f3", "models", "models", id="app.models"),
     Binding("f4", "chats", "chats", id="app.chats"),
-    Binding("ctrl+q", "leave", "leave", id="app.leave", show=False, priority=True),
+    Binding("ctrl+q", "leave", "quit", id="app.leave", show=False, priority=True),
 ]
 # The keys that hints name, by a binding's id: hints name screens that were never imported.
 DEFAULTS: Mapping[str, str] = {
@@ -21,13 +21,19 @@ DEFAULTS: Mapping[str, str] = {
     "chat.stop": "escape",
     "chat.close": "escape",
     "chat.earlier": "ctrl+up",
+    "chat.new": "ctrl+n",
+    "chat.list": "ctrl+s",
+    "chat.latest": "ctrl+o",
     "chat.regenerate": "f5",
     "chat.continue": "f6",
+    "chat.code": "f7",
     "composer.send": "enter",
+    "composer.newline": "shift+enter,alt+enter,ctrl+j",
     "composer.find": "ctrl+r",
     "message.edit": "e",
     "chats.undo": "u",
     "models.pull": "p",
+    "plan.apply": "enter,a",
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import chain, starmap, takewhile, zip_longest
+from typing import Literal
 
 from rich.segment import Segment
 from textual.content import Content
@@ -16,6 +17,8 @@ from textual.visual import RenderOptions, Visual
 _GAP = 2  # columns between two of a table
 _NARROWEST = 3  # column of a table; a terminal that has no room for that cuts
 _TAB = 4  # columns
+
+Alignment = Literal["left", "center", "right"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ def _prefixes(first: Content, rest: Content, width: int) -> tuple[Content, Conte
 
 @dataclass(frozen=True)
 class TablePiece:
-    """Rows of cells, the header first. The columns share the room, and cells are wrapped."""
+    """Rows of cells, the header first. The columns share the room, and cells are wrapped. alignments: of the columns,
+    "left" for those that have none."""
 
     rows: Sequence[Sequence[Content]]
+    alignments: Sequence[Alignment] = ()
     first: Content = field(default_factory=Content)
     rest: Content = field(default_factory=Content)
 
@@ -66,7 +71,7 @@ class TablePiece:
         prefix, rest, room = _prefixes(self.first, self.rest, width)
         widths = _shared_out(wanted, room - _GAP * (count - 1))
         for number, row in enumerate(self.rows):
-            for line in _row_lines(row, widths):
+            for line in _row_lines(row, widths, self.alignments):
                 yield prefix + (line.stylize_before(".strong") if number == 0 else line)
                 prefix = rest
             if number == 0:
@@ -97,12 +102,18 @@ def _shared_out(wanted: Sequence[int], room: int) -> list[int]:
     return widths
 
 
-def _row_lines(row: Sequence[Content], widths: Sequence[int]) -> Iterator[Content]:
+def _row_lines(row: Sequence[Content], widths: Sequence[int], alignments: Sequence[Alignment]) -> Iterator[Content]:
     cells = [cell.wrap(width) or [Content()] for cell, width in zip(row, widths, strict=False)]
     for number in range(max(map(len, cells), default=0)):
         parts = [cell[number] if number < len(cell) else Content() for cell in cells]
-        padded = [part.pad_right(width - part.cell_length) for part, width in zip(parts, widths, strict=False)]
-        yield Content("  ").join(padded).rstrip()
+        columns = zip_longest(parts, widths[: len(parts)], alignments[: len(parts)], fillvalue="left")
+        yield Content("  ").join(starmap(_aligned, columns)).rstrip()
+
+
+def _aligned(cell: Content, width: int, alignment: Alignment) -> Content:
+    room = max(0, width - cell.cell_length)
+    left = {"left": 0, "center": room // 2, "right": room}[alignment]
+    return cell.pad_left(left).pad_right(room - left)
 
 
 @dataclass

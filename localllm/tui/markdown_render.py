@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock, paragraph
+from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
@@ -19,8 +20,9 @@ from pygments.util import ClassNotFound
 from textual.content import Content, Span
 from textual.highlight import HighlightTheme
 
-from localllm.chat.text import visible
-from localllm.tui.markdown_blocks import Piece, TablePiece, TextPiece, indented
+from localllm.chat.text import one_line, visible
+from localllm.tui.markdown_blocks import Alignment, Piece, TablePiece, TextPiece, indented
+from localllm.tui.maths import in_unicode, is_formula
 
 _TAB = 4  # columns
 _BACK = (16, 64)  # lines before the new ones at which lexing may begin
@@ -89,29 +91,56 @@ def _highlighted(rows: Sequence[str], lexer: Lexer) -> list[Content]:
 
 @cache
 def _style(kind: Any) -> str:
-    """The style of a kind of tokens, or of its parent kind."""
-    found = HighlightTheme.STYLES.get(kind)
+    """The style of a kind of tokens, or of its parent kind. Keywords have the accent there, which may be the colour of
+    names."""
+    found = HighlightTheme.STYLES.get(kind, "").replace("$text-accent", "$text-secondary")
     return found or (_style(kind.parent) if kind.parent is not None else "")
 
 
 _BULLETS = ("• ", "◦ ", "▪ ")
+_TASKS = {"[ ] ": "☐ ", "[x] ": "☑ ", "[X] ": "☑ "}  # signs of a list of tasks
+_FORMULAS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_MOST_LANGUAGE = 24  # characters of a fence's word
 _MOST_NESTED = 40  # levels, two for a list and one for a quote; signs of what is deeper are text
 _STYLES = {"em": ".em", "strong": ".strong", "s": ".s"}
 
 
 @cache
 def parser(*, has_inline: bool = True) -> MarkdownIt:
-    """The parser of a model's Markdown: CommonMark with tables and strikethrough. Raw HTML stays text, and so do
-    definitions of links, which CommonMark would hide. Without inline text, which takes most of the time, blocks alone.
+    """The parser of a model's Markdown: CommonMark with tables, strikethrough and formulas. Raw HTML stays text, and
+    so do definitions of links, which CommonMark would hide. Without inline text, which takes most of the time, blocks
+    alone.
     """
     options = {"html": False, "maxNesting": _MOST_NESTED + 2}  # which it would leave out
     found = MarkdownIt("commonmark", options).enable(["table", "strikethrough"]).disable(["reference"])
     found.block.ruler.before("table", "too_deep", _too_deep)
+    found.inline.ruler.before("escape", "formula", _formula)
     return found if has_inline else found.disable(["inline"])
 
 
 def _too_deep(state: StateBlock, start_line: int, end_line: int, silent: bool) -> bool:
     return not silent and state.level >= _MOST_NESTED and paragraph(state, start_line, end_line, silent)
+
+
+def _formula(state: StateInline, silent: bool) -> bool:
+    """A formula as text, or as it stands where it has no simple form: its signs are none of Markdown's."""
+    signs = next((pair for pair in _FORMULAS if state.src.startswith(pair[0], state.pos)), None)
+    if signs is None:
+        return False
+    begin = state.pos + len(signs[0])
+    end = state.src.find(signs[1], begin, state.posMax)
+    source, behind = state.src[begin:end], end + len(signs[1])
+    if end < 0 or not source.strip():
+        return False
+    if signs[0] == "$":
+        is_word = state.src[behind : behind + 1].isalnum()
+        if is_word or source[0].isspace() or source[-1].isspace() or not is_formula(source):
+            return False
+    if not silent:
+        shown = in_unicode(source)
+        state.push("formula", "", 0).content = shown if shown is not None else state.src[state.pos : behind]
+    state.pos = behind
+    return True
 
 
 def groups(tokens: Sequence[Token]) -> Iterator[list[Token]]:
@@ -133,14 +162,12 @@ def first_line(group: Sequence[Token]) -> int:
     return lines[0]
 
 
-def first_lines(text: str) -> list[int]:
-    """`first_line` of each block of the text."""
-    return [first_line(group) for group in groups(parser(has_inline=False).parse(text))]
-
-
-def pieces(tokens: Sequence[Token], highlighters: list[Highlighter] | None = None) -> list[Piece]:
-    """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended."""
-    return list(_Walk(tokens, [] if highlighters is None else highlighters).blocks(0))
+def pieces(
+    tokens: Sequence[Token], highlighters: list[Highlighter] | None = None, num_codes: int | None = None
+) -> list[Piece]:
+    """The pieces of a block's tokens. highlighters: of the block's earlier code, in order; new ones are appended.
+    num_codes: code blocks before, which are counted on from there; None for code without numbers."""
+    return list(_Walk(tokens, [] if highlighters is None else highlighters, num_codes).blocks(0))
 
 
 def inline(token: Token) -> Content:
@@ -192,9 +219,10 @@ def inline(token: Token) -> Content:
 class _Walk:
     """Turns tokens into pieces, from the front."""
 
-    def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter]) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Sequence[Token], highlighters: list[Highlighter], num_before: int | None) -> None:
+        self._tokens = list(tokens)
         self._highlighters = highlighters
+        self._num_before = num_before
         self._num_codes = 0
         self._at = 0
 
@@ -247,13 +275,24 @@ class _Walk:
             self._at += 1
             if item.type != "list_item_open":
                 return
-            bullet = f"{item.info}. " if is_ordered else _BULLETS[depth % len(_BULLETS)]
+            box = self._task()
+            bullet = f"{item.info}. {box}" if is_ordered else box or _BULLETS[depth % len(_BULLETS)]
             first, rest = Content(bullet).stylize(".bullet"), Content(" " * len(bullet))
             if not is_first and not is_tight:
                 yield TextPiece(Content())
             is_first = False
             for number, piece in enumerate(self.blocks(depth + 1, is_tight=is_tight)):
                 yield indented(piece, first if number == 0 else rest, rest)
+
+    def _task(self) -> str:
+        """The sign of a task that the item begins with, which is taken off its text; "" for any other item."""
+        inner = self._tokens[self._at : self._at + 2]
+        children = inner[1].children if [token.type for token in inner] == ["paragraph_open", "inline"] else None
+        if not children or children[0].type != "text" or children[0].content[:4] not in _TASKS:
+            return ""
+        text = children[0].content
+        self._tokens[self._at + 1] = inner[1].copy(children=[children[0].copy(content=text[4:]), *children[1:]])
+        return _TASKS[text[:4]]
 
     def _code(self, token: Token) -> Iterator[TextPiece]:
         if self._num_codes == len(self._highlighters):
@@ -262,19 +301,33 @@ class _Walk:
         self._num_codes += 1
         language = (token.info.split() or [""])[0]
         margin = Content("  ")
+        if (label := self._label(language)).plain:
+            yield TextPiece(label, margin, margin, is_code=True)
         for line in highlighter.lines(visible(token.content.removesuffix("\n")), language):
             yield TextPiece(line, margin, margin, is_code=True)
 
+    def _label(self, language: str) -> Content:
+        """The number of the last code block and its language."""
+        word = Content(one_line(visible(language))[:_MOST_LANGUAGE]).stylize(".dim")
+        if self._num_before is None:
+            return word
+        number = Content(str(self._num_before + self._num_codes)).stylize(".bullet")
+        return number + "  " + word if word.plain else number
+
     def _table(self) -> TablePiece:
         rows: list[list[Content]] = []
+        alignments: list[Alignment] = []
         while (token := self._tokens[self._at]).type != "table_close":
             self._at += 1
             if token.type == "tr_open":
                 rows.append([])
+            elif token.type == "th_open":
+                style = str(token.attrGet("style") or "left")
+                alignments.append(cast("Alignment", style.removeprefix("text-align:")))
             elif token.type == "inline":
                 rows[-1].append(inline(token))
         self._at += 1
-        return TablePiece(rows)
+        return TablePiece(rows, alignments)
 
 
 @dataclass(frozen=True)
@@ -283,7 +336,16 @@ class CodeBlock:
     code: str
 
 
+def _is_code(token: Token) -> bool:
+    return token.type in ("fence", "code_block")
+
+
+def num_codes(tokens: Sequence[Token]) -> int:
+    """The number of code blocks among the tokens."""
+    return sum(map(_is_code, tokens))
+
+
 def code_blocks(text: str) -> list[CodeBlock]:
-    """The fenced code blocks in order; the last may have no end yet."""
-    fences = [token for token in parser().parse(text) if token.type in ("fence", "code_block")]
-    return [CodeBlock((token.info.split() or [""])[0], token.content) for token in fences]
+    """The code blocks in order; the last may have no end yet."""
+    tokens = parser(has_inline=False).parse(text)
+    return [CodeBlock((token.info.split() or [""])[0], token.content) for token in tokens if _is_code(token)]

@@ -25,11 +25,12 @@ _GAP = 3
 _MOST_BAR = 60
 _SAME = 0.05  # two rates that differ by less are equal
 _MOST_ROWS = 4  # of a map whose blocks have two columns each
-# Keyed by the sign of a kind of blocks. Some themes have one colour for accent and warning: never both side by side.
+# Keyed by the sign of a kind of blocks. Some themes have one colour for primary, accent and warning: never two of them
+# side by side.
 _TILES: Mapping[str, str] = {
     "@": "$text-success on $success-muted",
-    "%": "$text-secondary on $secondary-muted",
-    "+": "$text-accent on $accent-muted",
+    "%": "$text on $secondary-darken-2",
+    "+": "$text-secondary on $secondary-muted",
     "#": "$text-primary on $primary-muted",
     ">": "$text-warning on $warning-muted",
     "-": "$foreground on $panel",
@@ -37,9 +38,9 @@ _TILES: Mapping[str, str] = {
 }
 _OWNERS: Mapping[str, str] = {
     "weights": "$primary",
-    "kv": "$accent",
-    "program": "$secondary",
-    "context": "$secondary",
+    "kv": "$secondary",
+    "program": "$foreground-muted",
+    "context": "$foreground-muted",
     "activations": "$success",
     "logits": "$success-lighten-2",
     "workspace": "$secondary-darken-2",
@@ -47,9 +48,9 @@ _OWNERS: Mapping[str, str] = {
     "staging": "$error",
     "loading": "$error-darken-2",
     "draft": "$success-darken-2",
-    "kept pages": "$accent-darken-2",
-    "states": "$accent-lighten-2",
-    "snapshots": "$accent-darken-3",
+    "kept pages": "$secondary-lighten-2",
+    "states": "$secondary-lighten-1",
+    "snapshots": "$secondary-darken-3",
     "embedding": "$primary-darken-2",
     "experts": "$primary-lighten-2",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
 from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS
-from localllm.tui.screens.dialogs import CodeDialog, HelpScreen
+from localllm.tui.screens.dialogs import CodeDialog
+from localllm.tui.screens.help import HelpScreen
 from localllm.tui.widgets.message_view import Thought
+from localllm.tui.widgets.welcome import example_prompts
 from tests.thinning import every_other
 from tests.tui.support import (
     FakeService,
@@ -25,6 +28,7 @@ from tests.tui.support import (
     begin,
     chatting,
     command,
+    has_answered,
     kept,
     kept_titles,
     press,
@@ -99,10 +103,10 @@ async def test_how_far_the_prompt_was_read_is_shown() -> None:
     service = FakeService(["Done."], prefill=4096)
     service.reads_on.clear()
     async with chatting(service) as (app, pilot):
-        await send(pilot, "a long text", until="of 4,096 tokens")
+        await send(pilot, "a long text", until=lambda: re.search("reading the prompt: .* of 4,096 tokens", shown(app)))
         service.reads_on.set()
         await until(pilot, lambda: app.chat.num_turns == 2)
-        assert "of 4,096 tokens" not in shown(app)
+        assert "reading the prompt" not in shown(app)
 
 
 async def test_an_error_is_a_notice_with_four_lines_and_the_question_is_in_the_composer_again() -> None:
@@ -285,6 +289,59 @@ async def test_the_picker_copies_or_saves_a_code_block(copied: list[str], tmp_pa
         assert (tmp_path / "a.py").read_text() == "print('fox')\n"
 
 
+async def test_code_is_copied_by_the_number_it_has_on_the_screen(copied: list[str]) -> None:
+    more = "".join(f"```\nblock {number}\n```\n\n" for number in range(3, 12))
+    async with chatting(FakeService([CODE, "No code.", more]), asked=["1", "2", "3"], size=(100, 70)) as (app, pilot):
+        assert_shown(app, "1  python", "2  sh", "  3  ", "  11  ")
+        await press(pilot, "f7", "2", until=lambda: copied == ["ls -l\n"])
+        await press(pilot, "f7", "1", "1", until=lambda: copied[1:] == ["block 11\n"])
+        await press(pilot, "f7", "1", "enter", until=lambda: copied[2:] == ["print('fox')\n"])
+        await press(pilot, "f7", "enter", until=lambda: copied[3:] == ["block 3\n"])
+        await command(pilot, "/copy 4", until=lambda: copied[4:] == ["block 4\n"])
+        await command(pilot, "/undo", until=lambda: app.chat.num_turns == 4)
+        await command(pilot, "/copy 4", until="the chat has 2")
+
+
+async def test_an_empty_chat_offers_examples_and_the_last_chats() -> None:
+    async with chatting(asked="An old question") as (app, pilot):
+        await command(pilot, "/clear", until="Go on with")
+        assert_shown(app, "is ready, with a context of 4,096 tokens", "1  Tell me a story", "4  An old question")
+        await send(pilot, "2", until=has_answered(app, 2))
+        assert texts(app)[0] == ("user", example_prompts("tiny")[1])
+        await press(pilot, "ctrl+o", until=lambda: texts(app)[0][1] == "An old question")
+        for keys in (("3",), ("down", "down", "down", "enter")):
+            await press(pilot, "ctrl+n", until="Go on with")
+            await press(pilot, "tab", *keys, until=has_answered(app, 2))
+            assert texts(app)[0] == ("user", example_prompts("tiny")[2])
+
+
+def test_examples_suit_the_model() -> None:
+    assert len({example_prompts("tiny"), example_prompts("qwen3-8b"), example_prompts("qwen2.5-coder-7b")}) == 3
+
+
+async def test_the_chats_are_listed_beside_a_wide_conversation_until_they_are_hidden() -> None:
+    async with chatting(asked="Of foxes", size=(140, 40)) as (app, pilot):
+        await until(pilot, "▸ Of foxes")
+        await pilot.press("ctrl+n")
+        await say(pilot, "Of owls")
+        await until(pilot, "▸ Of owls")
+        await pilot.click(app.chat.sidebar.chats, offset=(6, 1))
+        await until(pilot, "▸ Of foxes")
+        assert texts(app)[0][1] == "Of foxes"
+        await press(pilot, "ctrl+s", until=lambda: "▸" not in shown(app))
+    async with chatting(size=(140, 40)) as (app, pilot):
+        await until(pilot, "Go on with")
+        assert not app.chat.sidebar.display
+        await press(pilot, "ctrl+s", until=lambda: app.chat.sidebar.display)
+        await pilot.resize_terminal(100, 30)
+        await press(pilot, "ctrl+s", until="takes 120 columns")
+
+
+async def test_text_is_no_wider_than_is_read_with_ease() -> None:
+    async with chatting(FakeService(["word " * 100]), asked="Go", size=(220, 40)) as (app, _):
+        assert max(map(len, re.findall("(?:word ?)+", shown(app)))) in range(90, 101)
+
+
 async def test_the_conversation_is_saved_and_exported(tmp_path: Path) -> None:
     async with chatting(asked="Hello") as (app, pilot):
         for line in (f"/save {tmp_path / 'a.json'}", f"/export {tmp_path / 'a.md'}"):
@@ -342,7 +399,7 @@ async def test_a_resumed_chat_shows_what_was_said_and_that_it_was_interrupted() 
 
 async def test_the_status_tells_of_model_context_and_speed() -> None:
     async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30), asked="Who?") as (app, _):
-        assert_shown(app, "tiny int4-g64", "/4,096", "tok/s", "first 0.01 s", "cached 0/")
+        assert_shown(app, "tiny int4-g64", "of 4,096 tokens", "tok/s", "first word 0.01 s", "0 of ")
 
 
 async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> None:
@@ -360,19 +417,30 @@ async def test_the_help_has_every_key_and_command_and_the_users_own_keys() -> No
         await press(pilot, "ctrl+y", until=lambda: app.chat.is_answering or len(app.worker.session.dialogue.turns) == 2)
 
 
+async def test_the_help_begins_with_what_the_status_line_says_and_fits_a_small_screen() -> None:
+    async with chatting(asked="one", size=(80, 24)) as (app, pilot):
+        await press(pilot, "?", until=HelpScreen)
+        assert_shown(
+            app, "of 4,096 tokens", "how full the context is", "first word 0.01 s", "quit", "/ lists the commands"
+        )
+        await press(pilot, "?", until=lambda: app.screen is app.chat)
+        await pilot.press("a", "?")
+        assert app.chat.composer.text == "a?"
+        assert_shown(app, "f1 help", "^q quit")
+
+
 async def test_hints_name_the_users_own_keys() -> None:
     keys = {
         "chat.continue": "ctrl+y",
         "chat.regenerate": "alt+r",
         "app.models": "f9,alt+m",
         "chat.stop": "f12",
-        "app.help": "ctrl+o",
+        "app.help": "ctrl+l",
         "composer.find": "ctrl+f",
         "plan.reset": "x",
     }
     async with chatting(FakeService(["word " * 400], pause_s=0.02), keys=keys, size=(100, 160)) as (app, pilot):
-        await until(pilot, "F9 shows the models")
-        assert "@ for files, ctrl+o for help" in shown(app)
+        await until(pilot, "F9 has models for more")
         await begin(pilot, "one")
         await send(pilot, "two", until="an answer is being written: F12 stops it")
         await press(pilot, "f4", "n", until="an answer is being written: F12 in the chat stops it")
@@ -381,8 +449,8 @@ async def test_hints_name_the_users_own_keys() -> None:
         await press(pilot, "ctrl+f", until="type; ctrl+f the next, enter takes it, esc closes")
         await press(pilot, "escape", "f2", until="↑↓ choose  ←→ change  ⏎ apply  x reset  esc leave")
         await press(pilot, "escape", until=lambda: app.screen is app.chat)
-        await press(pilot, "ctrl+o", until="Models (F9)")
-        await press(pilot, "ctrl+o", until=lambda: app.screen is app.chat)
+        await press(pilot, "ctrl+l", until="Models (F9)")
+        await press(pilot, "ctrl+l", until=lambda: app.screen is app.chat)
 
 
 def test_the_keys_that_hints_name_are_those_of_their_bindings() -> None:

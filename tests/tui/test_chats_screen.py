@@ -385,7 +385,7 @@ async def test_a_chat_that_could_not_be_deleted_is_back_in_the_list(monkeypatch:
 async def test_a_damaged_history_is_told_of() -> None:
     history_file().parent.mkdir(parents=True, exist_ok=True)
     history_file().write_bytes(b"no database at all, " * 500)
-    async with listing() as (_, pilot, _):
+    async with chatting() as (_, pilot):
         await until(pilot, "the history was damaged")
 
 

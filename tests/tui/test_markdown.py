@@ -89,9 +89,10 @@ def test_what_names_no_language_is_plain() -> None:
     assert len(line.spans) == 1
 
 
-def lines(text: str, width: int = 40) -> list[str]:
+def lines(text: str, width: int = 40, num_codes: int | None = None) -> list[str]:
     """As they are shown."""
-    return [line.plain.rstrip() for piece in pieces(parser().parse(text)) for line in piece.lines(width)]
+    found = pieces(parser().parse(text), num_codes=num_codes)
+    return [line.plain.rstrip() for piece in found for line in piece.lines(width)]
 
 
 def test_a_paragraph_is_wrapped_and_its_marks_are_gone() -> None:
@@ -118,6 +119,7 @@ def test_items_hang_under_their_bullets() -> None:
 
 def test_code_keeps_its_blanks_and_is_folded_where_it_is_too_long() -> None:
     assert lines("```py\nif x:\n    return  'abcdefghijkl'\n```", 18) == [
+        "  py",
         "  if x:",
         "      return  'abc",
         "  defghijkl'",
@@ -134,6 +136,56 @@ def test_a_table_shares_what_room_there_is() -> None:
         "owl   [b]",
     ]
     assert all(len(line) <= 11 for line in lines(text, 11))
+
+
+def test_the_columns_of_a_table_are_aligned_as_it_says() -> None:
+    text = "| n | how many | where |\n|---|--:|:-:|\n| a | 7 | x |\n| b | 1,200 |"
+    assert lines(text, 40) == [
+        "n  how many  where",
+        "─  ────────  ─────",
+        "a         7    x",
+        "b     1,200",
+    ]
+
+
+def test_tasks_have_boxes_in_place_of_bullets() -> None:
+    assert lines("- [ ] *open*\n- [x] done\n  1. [X] inner\n- [ ]no task\n- [x](http://a.b)", 40) == [
+        "☐ open",
+        "☑ done",
+        "  1. ☑ inner",
+        "• [ ]no task",
+        "• x (http://a.b)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        (r"$x^2 + y_1$", "x² + y₁"),
+        (r"\(\alpha \leq \frac{1}{2}\pi\)", "α ≤ ½π"),
+        (r"$$\sum_{i=1}^{n} i = \frac{n(n+1)}{2}$$", "∑ᵢ₌₁ⁿ i = n(n+1)/2"),
+        (r"\[ x = \frac{-b \pm \sqrt{b^2-4ac}}{2a} \]", "x = (-b ± √(b²-4ac))/(2a)"),
+        (r"$e^{-x^2/2}$ and $\text{speed}$", "e^(-x²/2) and speed"),
+        (r"$a_1 * b_1 * \begin{x}$", r"$a_1 * b_1 * \begin{x}$"),
+        ("it costs $5 and *not* $10", "it costs $5 and not $10"),
+        ("`$x^2$` and $HOME/$PATH", "$x^2$ and $HOME/$PATH"),
+        (r"$\frac{1}$ \(x", r"$\frac{1}$ (x"),
+        ("$" + "{" * 200 + "x" + "}" * 200 + "^2$", "$" + "{" * 200 + "x" + "}" * 200 + "^2$"),
+    ],
+)
+def test_a_simple_formula_is_text_and_any_other_stays_as_it_is(source: str, text: str) -> None:
+    assert lines(source, 500) == [text]
+
+
+@given(st.text(alphabet="\\{}^_$ ()[]abfracsqrt12+"))
+def test_a_formula_of_any_signs_is_shown_somehow(source: str) -> None:
+    lines(f"${source}$ and \\({source}\\)", 40)
+
+
+def test_code_has_its_number_and_language_above_it() -> None:
+    tokens = parser().parse("```python x\na\n```\n- in a list:\n  ```\n  b\n  ```")
+    shown = [line.plain.rstrip() for line in MarkdownLayout(pieces(tokens, num_codes=4)).lines(40)]
+    assert shown == ["  5  python", "  a", "", "• in a list:", "    6", "    b"]
 
 
 def test_a_quote_has_a_bar_and_a_rule_is_a_line() -> None:
@@ -182,7 +234,11 @@ CUT = [
 
 
 def blocks(text: str) -> list[MarkdownLayout]:
-    return [MarkdownLayout(pieces(group)) for group in groups(parser().parse(text))]
+    tokens, num_codes, found = parser().parse(text), 0, []
+    for group in groups(tokens):
+        found.append(MarkdownLayout(pieces(group, num_codes=num_codes)))
+        num_codes += markdown_render.num_codes(group)
+    return found
 
 
 def drawn(widget: DocumentBlock, block: MarkdownLayout) -> list[Strip]:
@@ -209,7 +265,9 @@ async def test_what_comes_in_pieces_looks_as_what_comes_whole(num_pairs: int) ->
                     await pilot.pause()
             await view.end()
             shown = [line for block in view.query(DocumentBlock) for line in block.block.lines(50)]
-            assert [line.plain.rstrip() for line in shown if line.plain.strip()] == list(filter(None, lines(text, 50)))
+            assert [line.plain.rstrip() for line in shown if line.plain.strip()] == list(
+                filter(None, lines(text, 50, 0))
+            )
             await pilot.pause()
             for grown, whole in zip(view.query(DocumentBlock), blocks(text), strict=True):
                 assert drawn(grown, grown.block) == drawn(grown, whole)

@@ -97,20 +97,20 @@ async def test_a_refused_command_leaves_the_composer_and_the_arrow_brings_it_bac
 async def test_figures_are_of_the_conversation_that_is_shown() -> None:
     async with chatting(FakeService(["A long answer about a fox."]), size=(120, 30), asked="Who?") as (app, pilot):
         full = app.chat.status.usage
-        assert full is not None and full.parts["answer"] > 0 and "first 0.01 s" in shown(app)
+        assert full is not None and full.parts["answer"] > 0 and "first word 0.01 s" in shown(app)
         await say(pilot, "And who else?")
         app.chat.take_command("/undo")
         await until(pilot, lambda: app.chat.status.usage is not None and app.chat.status.usage.used == full.used)
         app.chat.take_command("/clear")
         await until(pilot, lambda: app.chat.status.usage is not None and app.chat.status.usage.used == 0)
-        assert "first 0.01 s" not in shown(app) and "tok/s" not in shown(app)
+        assert "first word 0.01 s" not in shown(app) and "tok/s" not in shown(app)
 
 
 async def test_no_more_of_the_context_is_said_to_be_used_than_there_is() -> None:
     service = FakeService(["A long answer about a fox. " * 4])
     service.engine = FakeEngine(ctx=100)
     async with chatting(service, asked="Who?") as (app, pilot):
-        assert "100/100" in shown(app)
+        assert "100 of 100 tokens" in shown(app)
         await command(pilot, "/tokens", until="more than the context of 100")
 
 

@@ -1,4 +1,4 @@
-"""Each screen as it was looked at: at two sizes, dark and light. `python -m tools.chat_screens` draws them anew."""
+"""Each screen as it was looked at: at three sizes, dark and light. `python -m tools.chat_screens` draws them anew."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.chat_screens import FOLDER, SCENES, VERSIONS, pictures, versions
+from tools.chat_screens import FOLDER, SCENES, SIZES, THEMES, VERSIONS, pictures, versions
 
 pytestmark = [
     pytest.mark.usefixtures("home"),
@@ -20,3 +20,8 @@ pytestmark = [
 async def test_a_screen_is_drawn_as_in_its_picture(name: str) -> None:
     for file, svg in (await pictures(name)).items():
         assert (FOLDER / file).read_text(encoding="utf-8") == svg, f"look at it: python -m tools.chat_screens ({file})"
+
+
+def test_there_are_no_pictures_but_those_that_are_drawn() -> None:
+    drawn = {f"{name}-{size}-{tone}.svg" for name in SCENES for size in SIZES for tone in THEMES}
+    assert {path.name for path in FOLDER.glob("*.svg")} == drawn

@@ -7,9 +7,8 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from textual.pilot import Pilot
@@ -32,7 +31,7 @@ from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, BoundsFound, PlanWish, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.widgets.bars import KeyBar
-from localllm.tui.widgets.status import AnswerRun, memory_line
+from localllm.tui.widgets.status import AnswerRun, joined, memory_line
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
 from tests.tui.support import FakeService, assert_shown, chatting, press, say, shown, texts, until
@@ -388,7 +387,7 @@ async def test_nothing_is_applied_to_a_model_whose_plan_is_not_shown() -> None:
     assert len(service.loads) == 2
 
 
-@pytest.mark.parametrize("theme", every_other(["textual-dark", "textual-light"]))
+@pytest.mark.parametrize("theme", every_other(["localllm-dark", "localllm-light"]))
 async def test_a_small_screen_shows_the_sliders_and_the_prediction_and_scrolls_the_picture(theme: str) -> None:
     async with planning(FakePlanner(name="[bold]a\x1b[31m name"), theme=theme, size=(80, 24)) as (app, pilot, screen):
         assert_shown(app, "context", "RAM cap", "goal", "tok/s, bound by", "⏎ apply", "[bold]a", "26 in memory")
@@ -431,12 +430,22 @@ async def test_the_real_model_is_planned_and_loaded_anew_beside_its_chat(monkeyp
         assert len(texts(app)) == 4
 
 
-async def test_without_a_model_there_is_no_plan_yet() -> None:
+async def test_a_model_that_is_not_loaded_has_a_plan_and_is_loaded_by_it() -> None:
+    service = FakeService()
+    service.failure = DoesNotFitError("tiny does not fit", why="too little memory", fix="localllm plan tiny")
+    async with planning(FakePlanner(), service) as (app, pilot, screen):
+        assert app.worker.model_name is None and screen.planned is not None
+        assert_shown(app, "no model is loaded: this is the plan of tiny; enter loads it so")
+        service.failure = None
+        await press(pilot, "enter", until=lambda: app.worker.model_name is not None)
+        assert app.screen is app.chat and service.loads == ["tiny", "tiny"]
+
+
+async def test_a_plan_is_shown_before_the_first_model_is_asked_for() -> None:
     async with chatting() as (app, pilot):
         await pilot.pause()  # the first model is asked for
-        app.worker = SimpleNamespace(selection=None, close=app.worker.close)  # type: ignore[assignment]
-        await pilot.press("f2")
-        assert app.screen is app.chat and "there is no model yet" in shown(app)
+        with patch.object(type(app.worker), "selection", None), patch.object(PlanScreen, "_plan"):
+            await press(pilot, "f2", until=PlanScreen)
 
 
 def test_a_plan_says_nothing_of_advice_until_it_is_asked_for() -> None:
@@ -451,10 +460,10 @@ def test_the_status_line_says_how_many_experts_are_in_memory_and_how_often_a_wan
         1, "", "", ledger={"ram": {"weights": 1}}, limits={"ram": 2}, bound_by="disk", streamed_bytes=9 * _MIB,
         num_experts=480, experts_in_memory=120,
     )  # fmt: skip
-    line = memory_line(facts, AnswerRun(), 200).plain
+    line = joined(memory_line(facts, AnswerRun(), 200)).plain
     assert "experts 25% in memory" in line and "hits" not in line and "a step" not in line
     assert line.endswith("each token waits for reading experts from the disk")
     facts = replace(facts, experts_wanted=1000, expert_hits=900)
-    assert "experts 25% in memory  hits 90%" in memory_line(facts, AnswerRun(), 200).plain
+    assert "experts 25% in memory  hits 90%" in joined(memory_line(facts, AnswerRun(), 200)).plain
     whole = replace(facts, experts_in_memory=480, streamed_bytes=0)
-    assert "experts" not in memory_line(whole, AnswerRun(), 200).plain
+    assert "experts" not in joined(memory_line(whole, AnswerRun(), 200)).plain

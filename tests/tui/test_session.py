@@ -166,7 +166,7 @@ def test_a_session_from_the_first_word_to_the_resumed_chat(tmux: Tmux, endless: 
     tmux.start("--resume", name[1])
     tmux.until_shown("And then")
     tmux.ask("Once more?")
-    cached = re.search(r"cached ([\d,]+)/([\d,]+)", tmux.screen)
+    cached = re.search(r"([\d,]+) of ([\d,]+) cached", tmux.screen)
     assert cached is not None
     found, total = (int(number.replace(",", "")) for number in cached.groups())
     assert found >= total - 192  # whole pages of 64 of all that was said before

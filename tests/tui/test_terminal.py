@@ -32,7 +32,7 @@ from localllm.tui.screens.chats import ChatsScreen
 from localllm.tui.terminal import TerminalParser, TerminalWriter
 from tests.patience import PATIENCE_S
 from tests.thinning import every_other
-from tests.tui.support import FakeService, chat_app, chatting, command, press, running, send, texts, until
+from tests.tui.support import FakeService, assert_shown, chat_app, chatting, command, press, running, send, texts, until
 
 CODE = """
 import time
@@ -102,7 +102,7 @@ def test_an_answer_that_comes_late_is_the_theme_and_stands_nowhere(tmp_path: Pat
     wait_for(b"\x1b[c")
     time.sleep(0.35)  # longer than it is waited for
     os.write(ours, WHITE + ATTRIBUTES)
-    wait_for(b"48;2;224;224;224")  # the background of `textual-light`
+    wait_for(b"48;2;251;252;252")  # the background of the light theme
     wait_for(b"rite a message")
     os.write(ours, b"\x11")  # ctrl+q
     while child.poll() is None:
@@ -226,12 +226,14 @@ def test_what_is_written_to_a_terminal_that_is_gone_holds_nobody_up(where: str) 
 async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was_chosen() -> None:
     async with chatting(follows_terminal=True) as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
-        await until(pilot, lambda: app.theme == "textual-light")
+        await until(pilot, lambda: app.theme == "localllm-light")
         app.chat.take_command("/theme nord")
         app.post_message(BackgroundReported(is_light=False))
         await pilot.pause()
         assert app.theme == "nord"
-        await command(pilot, "/theme auto", until=lambda: app.theme == "textual-dark")
+        await command(pilot, "/theme auto", until=lambda: app.theme == "localllm-dark")
+        await command(pilot, "/theme light", until=lambda: app.theme == "localllm-light")
+        assert_shown(app, 'theme = "light" in ', "config.toml keeps it")
     async with chatting(theme="nord") as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()

@@ -10,6 +10,7 @@ from typing import Any
 from textual import getters, work
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
+from textual.containers import Horizontal
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, Static
@@ -18,29 +19,34 @@ from localllm.chat import slash
 from localllm.chat.answer import statistics
 from localllm.chat.attachments import typed_part
 from localllm.chat.context import usage_lines
-from localllm.chat.text import one_line, printable, visible
-from localllm.chat.thoughts import kept_apart
-from localllm.errors import Fix, LocalLLMError, UsageError
-from localllm.history import content_of
+from localllm.chat.text import one_line, visible
+from localllm.errors import LocalLLMError
+from localllm.history import Session, content_of
 from localllm.tui import messages
 from localllm.tui.chat_worker import ChatWorker
+from localllm.tui.code_copy import CodeCopy
 from localllm.tui.commands import COMMANDS
-from localllm.tui.drafts import edited
+from localllm.tui.drafts import edited, no_terminal
+from localllm.tui.history_worker import HistoryWorker
 from localllm.tui.job_queue import Job
-from localllm.tui.markdown_render import code_blocks
+from localllm.tui.widgets.bars import KeyBar
+from localllm.tui.widgets.columns import Column, Columns
 from localllm.tui.widgets.composer import Composer, ComposerPanel
 from localllm.tui.widgets.message_view import MessageView, Thought
+from localllm.tui.widgets.sidebar import Sidebar
 from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
 from localllm.tui.widgets.transcript import Transcript
+from localllm.tui.widgets.welcome import NUM_CHATS, Welcome, residence
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
 _BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the messages
+_WIDE = 120  # columns, from which on the chats are listed beside the conversation
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
 
 class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (130, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (_WIDE, "-wide")]
     BINDINGS = [
         Binding("escape", "stop", "stop", id="chat.stop"),
         Binding("escape", "close", "close", id="chat.close", show=False),
@@ -53,7 +59,9 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+home", "go('home')", "to the first message", id="chat.home", **_QUIET),
         Binding("ctrl+end", "go('end')", "to the last message", id="chat.end", **_QUIET),
         Binding("ctrl+t", "thoughts", "unfold or fold thoughts", id="chat.thoughts", **_QUIET),
-        Binding("ctrl+n", "new", "new conversation", id="chat.new", **_QUIET),
+        Binding("ctrl+n", "new", "new chat", id="chat.new", priority=True),
+        Binding("ctrl+s", "list", "list the chats beside this one, or not", id="chat.list", **_QUIET),
+        Binding("ctrl+o", "latest", "go on with the latest other chat", id="chat.latest", **_QUIET),
         Binding("f5", "regenerate", "regenerate the answer", id="chat.regenerate", **_QUIET),
         Binding("f6", "continue", "continue the answer", id="chat.continue", **_QUIET),
         Binding("f7", "code", "code blocks", id="chat.code", **_QUIET),
@@ -66,10 +74,12 @@ class ChatScreen(Screen[None]):
     notice = getters.query_one(Notice)
     activity = getters.query_one(Activity)
     status = getters.query_one(Status)
+    sidebar = getters.query_one(Sidebar)
 
     def __init__(
         self,
         worker: ChatWorker,
+        history: HistoryWorker,
         draft: str,
         away: Callable[[], AbstractContextManager[None]],
         *,
@@ -78,25 +88,32 @@ class ChatScreen(Screen[None]):
         """draft: the composer's first text. away: entered while another program has the terminal."""
         super().__init__()
         self.worker = worker
+        self._history = history
         self.unsent = ""  # the text in the composer
         self._away = away
         self._busy = f"an answer is being written: {worker.key_names['chat.stop']} stops it"
         self._draft = draft
         self._shows_statistics = shows_statistics
+        self._listed: tuple[object, ...] = ()  # of this chat, as the list of chats has it
         self._turns: tuple[messages.Turn, ...] = ()
-        self._thinking: frozenset[int] = frozenset()  # which of them are answers that begin in a thought
         self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
         self.session_id: str | None = None  # of the saved chat; None while nothing is saved
 
     def compose(self) -> ComposeResult:
         yield Static("", id="title")
-        yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
-        yield Activity()
-        yield Notice()
-        yield ComposerPanel(self._draft, self.worker.key_names)
+        with Columns():
+            yield Sidebar(self._history)
+            with Column():
+                yield Transcript(self.worker.key_names, shows_thoughts=self.worker.resolved.settings.show_thoughts)
+                with Column(classes="foot"):
+                    yield Activity()
+                    yield Notice()
+                    yield ComposerPanel(self._draft, self.worker.key_names)
         yield Status()
-        yield Footer(show_command_palette=True, compact=True)
+        with Horizontal(id="keys"):
+            yield Footer(show_command_palette=False, compact=True)
+            yield KeyBar({"app.help": "help", "app.leave": "quit"})
 
     @property
     def num_turns(self) -> int:
@@ -119,13 +136,14 @@ class ChatScreen(Screen[None]):
 
     def on_chat_started(self, message: messages.ChatStarted) -> None:
         self.composer.remember([*self.composer.asked, *message.asked])
-        self.transcript.welcome.machine = message.machine
+        self.transcript.welcome.show_machine(message.machine)
 
     def on_model_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.activity.progress(message.text, message.done, message.total)
+        self._welcome_model("is being loaded" + (f" {message.done / message.total:.0%}" if message.total else ""))
 
     def on_model_ready(self, message: messages.ModelReady) -> None:
         self._is_loading = False
@@ -133,20 +151,30 @@ class ChatScreen(Screen[None]):
             self.activity.clear()
         self.status.facts = message.facts
         self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
-        self.transcript.welcome.model = message.name
+        state = f"is ready, with a context of {message.facts.ctx:,} tokens"
+        self.transcript.welcome.show_model(message.name, state, residence(message.facts))
 
     def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
         self.activity.clear()
         self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
         self.notice.show_error(message.error)
+        self._welcome_model("is not loaded")
+
+    def _welcome_model(self, state: str) -> None:
+        if (selection := self.worker.selection) is not None:
+            self.transcript.welcome.show_model(selection.files.name, state)
 
     async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
         self.session_id = message.session_id
+        listed = message.session_id, message.title, len(message.turns)
+        if listed != self._listed:  # not for each word that is saved
+            self._listed = listed
+            self.sidebar.list_chats(self.session_id)
         if self._turns and not (message.turns and message.turns[0] is self._turns[0]):  # another conversation
             self.notice.clear()
             self.status.run_now = AnswerRun()
-        self._turns, self._thinking = message.turns, message.thinking
+        self._turns = message.turns
         if self.panel.editing is not None and not any(turn is self.panel.editing for turn in message.turns):
             self.panel.leave_edit()
         await self.transcript.show(message.turns, message.ending, message.thinking)
@@ -226,7 +254,10 @@ class ChatScreen(Screen[None]):
     # The composer
 
     async def on_composer_panel_finished(self, event: ComposerPanel.Finished) -> None:
-        if event.text.startswith("/") and self.panel.editing is None:
+        welcome = self.transcript.welcome
+        if welcome.display and welcome.choose(event.text.strip()):
+            self.panel.take()
+        elif event.text.startswith("/") and self.panel.editing is None:
             self.take_command(event.text)
         elif self.is_answering:
             self.notice.note(self._busy)
@@ -235,6 +266,48 @@ class ChatScreen(Screen[None]):
             question, text = self.panel.take(), event.text.strip()
             await self.transcript.go_end()
             self._answer(lambda: self.worker.say(text) if question is None else self.worker.edit(question, text))
+
+    # Other chats, and the examples of an empty one
+
+    def on_screen_resume(self) -> None:
+        self.sidebar.list_chats(self.session_id)
+
+    def on_sidebar_listed(self, event: Sidebar.Listed) -> None:
+        self.transcript.welcome.show_chats(self.sidebar.others()[:NUM_CHATS])
+
+    async def on_welcome_asked(self, event: Welcome.Asked) -> None:
+        self.set_focus(self.composer)
+        self.composer.put_away()
+        await self.on_composer_panel_finished(ComposerPanel.Finished(event.prompt))
+
+    def on_welcome_opened(self, event: Welcome.Opened) -> None:
+        self._open(event.session)
+
+    def on_chat_list_opened(self) -> None:
+        if (row := self.sidebar.chats.row) is not None:
+            self._open(row.session)
+
+    def action_latest(self) -> None:
+        if others := self.sidebar.others():
+            self._open(others[0].session)
+        else:
+            self.notice.note("there is no other chat")
+
+    def _open(self, session: Session) -> None:
+        self.set_focus(self.composer)
+        if session.id != self.session_id:
+            self.unless_answering(lambda: self.worker.open(session.id))
+
+    def action_list(self) -> None:
+        if self.size.width < _WIDE:
+            key = self.worker.key_names["app.chats"]
+            self.notice.note(
+                f"the list of chats takes {_WIDE} columns, here are {self.size.width}; {key} shows it alone"
+            )
+            return
+        self.set_focus(self.composer)
+        selection = self.worker.selection
+        self.sidebar.toggle(is_saved=selection is not None and not selection.private)
 
     def on_text_area_changed(self) -> None:
         self.unsent = self.panel.unsent
@@ -247,10 +320,7 @@ class ChatScreen(Screen[None]):
                 except LocalLLMError as error:
                     self.notice.show_error(error)
         except SuspendNotSupported:
-            why = "it cannot be lent to another program"
-            self.notice.show_error(
-                LocalLLMError("an editor has no place on this terminal", why=why, fix=Fix.command("chat"))
-            )
+            self.notice.show_error(no_terminal())
         self.refresh(layout=True)
 
     def take_command(self, line: str) -> None:
@@ -278,50 +348,21 @@ class ChatScreen(Screen[None]):
             "regen": lambda _: self.action_regenerate(),
             "continue": lambda _: self.action_continue(),
             "edit": lambda _: self.begin_edit(self.num_turns - 1),
-            "copy": self._copy_command,
-            "code": self._code_command,
+            "copy": self._copies.copy_command,
+            "code": lambda rest: self._copies.save_command(rest) if rest else self.action_code(),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
             "sessions": lambda _: self._run("chats"),
             "plan": lambda _: self._run("plan"),
             "export": lambda path: do(lambda: worker.export(path)),
             "show": lambda _: do(worker.note_all),
             "stats": lambda _: self.notice.note(self._statistics() or "there is no answer yet"),
-            "tokens": lambda _: self.notice.lines(
-                usage_lines(usage) if usage is not None else ["there is no model yet"]
-            ),
+            "tokens": lambda _: self.notice.lines(usage_lines(usage) if usage else ["there is no model yet"]),
             "theme": lambda name: self._run(f"theme({name!r})"),
             "bye": lambda _: self._run("leave"),
         }
 
     def _run(self, action: str) -> None:
         self.call_later(self.run_action, f"app.{action}")
-
-    def _copy_command(self, number: str) -> None:
-        if number:
-            self.copy(self._code_block(number, "/copy"), f"code block {number}")
-        elif self.answer_text:
-            self.copy(self.answer_text, "the answer")
-        else:
-            self.notice.note("there is no answer yet")
-
-    def _code_command(self, rest: str) -> None:
-        number, _, path = rest.partition(" ")
-        if not number:
-            self.action_code()
-        elif not path.strip():
-            raise UsageError("/code needs a path", why=f"only {number!r} is behind it", fix="/code 1 example.py")
-        else:
-            code = self._code_block(number, "/code")
-            self.worker.do(lambda: self.worker.save_code(code, path.strip()))
-
-    def _code_block(self, number: str, command: str) -> str:
-        """The code of the last answer's block of this number. Raises UsageError."""
-        blocks = code_blocks(self.answer_text)
-        if not number.isdecimal() or not 1 <= int(number) <= len(blocks):
-            fix = f"{command} 1" if blocks else "/copy"
-            why = f"the last answer has {len(blocks)}"
-            raise UsageError(f"there is no code block {number[:20]!r}", why=why, fix=fix)
-        return blocks[int(number) - 1].code
 
     def _statistics(self) -> str:
         last = self.worker.last_answer
@@ -342,7 +383,7 @@ class ChatScreen(Screen[None]):
         selected = self.get_selected_text()
         composer = self.composer
         if selected or (composer.has_focus and composer.selected_text):
-            self.copy(selected or composer.selected_text, "the selection")
+            self._copies.copy(selected or composer.selected_text, "the selection")
             self.clear_selection()
         elif self.is_answering:
             self.worker.answers.stop()
@@ -395,7 +436,8 @@ class ChatScreen(Screen[None]):
         self.unless_answering(self.worker.go_on, self._answer)
 
     def action_code(self) -> None:
-        self.pick_code(self.answer_text)
+        """Pick among all code blocks, from the first of the latest answer that has one."""
+        self._pick_code(self.transcript.codes.num_before_latest)
 
     def unless_answering(self, job: Job, do: Callable[[Job], None] | None = None) -> None:
         """Queue a job by `do` (by default `worker.do`), unless an answer is under way."""
@@ -421,9 +463,11 @@ class ChatScreen(Screen[None]):
             return
         match what:
             case "copy":
-                self.copy(view.copy_text, "the message")
+                self._copies.copy(view.copy_text, "the message")
             case "code":
-                self.pick_code(view.copy_text)
+                before = self.transcript.codes.num_before
+                has_code = before(view.index + 1) > before(view.index)
+                self._pick_code(before(view.index)) if has_code else self.notice.note("there is no code block in it")
             case "fork":
                 self.set_focus(self.composer)
                 self.unless_answering(lambda: self.worker.fork_at(view.index + 1))
@@ -448,27 +492,10 @@ class ChatScreen(Screen[None]):
         else:
             self.panel.edit(self._turns[index], typed_part(content_of(self._turns[index])[0]))
 
-    def copy(self, text: str, what: str) -> None:
-        """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
-        self.app.copy_to_clipboard(printable(text))
-        self.notice.note(f"copied {what}: {len(text):,} characters")
+    @work
+    async def _pick_code(self, first: int) -> None:
+        await self._copies.pick(first)
 
     @property
-    def answer_text(self) -> str:
-        """The last answer without its thought."""
-        answers = [index for index, turn in enumerate(self._turns) if turn["role"] == "assistant"]
-        text = content_of(self._turns[answers[-1]])[0] if answers else ""
-        return kept_apart(text, is_thinking=answers[-1] in self._thinking)[1] if answers else ""
-
-    @work
-    async def pick_code(self, text: str) -> None:
-        from localllm.tui.screens.dialogs import CodeDialog
-
-        if not (blocks := code_blocks(text)):
-            self.notice.note("there is no code block")
-        elif (picked := await self.app.push_screen_wait(CodeDialog(blocks))) is not None:
-            number, path = picked
-            if path is None:
-                self.copy(blocks[number].code, f"code block {number + 1}")
-            else:
-                self.worker.do(lambda: self.worker.save_code(blocks[number].code, path))
+    def _copies(self) -> CodeCopy:
+        return CodeCopy(self.app, self.worker, self.transcript.codes, self.notice)

@@ -1,13 +1,13 @@
-"""Dialogs over a screen: a choice, a line of text, a code block of an answer, the help."""
+"""Dialogs over a screen: a choice, a line of text, a code block of the chat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
@@ -18,8 +18,6 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from localllm.chat.text import one_line, printable, visible
-from localllm.tui.commands import COMMANDS
-from localllm.tui.keys import KeyNames
 from localllm.tui.markdown_render import CodeBlock
 from localllm.tui.widgets.bars import KeyBar
 
@@ -115,9 +113,12 @@ class CodeDialog(Dialog):
 
     BINDINGS = [Binding("s", "save", "save to a file")]
 
-    def __init__(self, blocks: Sequence[CodeBlock]) -> None:
+    def __init__(self, blocks: Sequence[CodeBlock], first: int) -> None:
+        """first: the index of the block that is chosen at first."""
         super().__init__()
         self._blocks = blocks
+        self._first = first
+        self._digits = ""  # of the number that is typed
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -126,10 +127,25 @@ class CodeDialog(Dialog):
             with VerticalScroll(can_focus=False):
                 yield Static("", id="code", markup=False)
             yield Input(placeholder="a file's path")
-            yield Static(Content("enter copy  s save into a file  esc close"), id="hint")
+            yield Static(Content("a number or enter copies  s saves into a file  esc closes"), id="hint")
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).highlighted = 0
+        self.query_one(OptionList).highlighted = self._first
+
+    def on_key(self, event: events.Key) -> None:
+        """Choose a block by its number, and copy it once no other number begins so."""
+        if self.query_one(Input).has_focus or not (event.character or "").isdecimal():
+            return
+        event.stop()
+        numbers = [str(number + 1) for number in range(len(self._blocks))]
+        self._digits += str(event.character)
+        if self._digits not in numbers:
+            self._digits = str(event.character)
+        if self._digits in numbers:
+            at = numbers.index(self._digits)
+            self.query_one(OptionList).highlighted = at
+            if not any(number.startswith(self._digits) for number in numbers if number != self._digits):
+                self.dismiss((at, None))
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         block = self._blocks[event.option_index]
@@ -157,55 +173,3 @@ def _option(number: int, block: CodeBlock) -> Option:
     count = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
     language = one_line(visible(block.language or "text"))
     return Option(Content(f"{number}  {language}, {count}: {one_line(visible(first))[:80]}"))
-
-
-_COLUMN = 26
-_UNBOUND = {  # keys of a text field, which no config.toml changes
-    "Writing": [
-        ("up, down", "what was asked before, from the first and the last line on"),
-        ("tab", "complete a command"),
-    ],
-    "Chat": [("esc, esc", "close what is open, and back to the writing")],
-}
-_OPENED_BY = {"A message": "chat.earlier", "Chats": "app.chats", "Models": "app.models", "Plan": "app.plan"}
-
-
-class HelpScreen(Dialog, inherit_bindings=False):
-    BINDINGS = [
-        Binding("escape,q", "close", "close"),
-        Binding("f1", "close", "close", id="app.help"),  # whichever key opened it
-    ]
-
-    def __init__(self, scopes: Mapping[str, Sequence[Binding]], keymap: Mapping[str, str]) -> None:
-        """scopes: the bindings by their title. keymap: the user's keys by a binding's id."""
-        super().__init__()
-        self._scopes = scopes
-        self._keymap = keymap
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
-            box.border_title = "help"
-            box.border_subtitle = "esc closes"
-            hint = "In parentheses: the name of a key under [keys] in config.toml."
-            yield Static(Content("\n").join([Content.styled(hint, "$foreground-muted"), *self._keys(), *_commands()]))
-
-    def _keys(self) -> Iterator[Content]:
-        key_names = KeyNames(self._keymap)
-        for title, bindings in self._scopes.items():
-            opened_by = f" ({key_names[_OPENED_BY[title]]})" if title in _OPENED_BY else ""
-            yield Content.styled(f"{title}{opened_by}", "bold")
-            for binding in bindings:
-                keys = self._keymap.get(str(binding.id), binding.key).split(",")
-                shown = ", ".join(self.app.get_key_display(binding.with_key(key.strip())) for key in keys)
-                name = Content.styled(f"  ({binding.id})", "$foreground-muted")
-                yield Content.styled(shown.ljust(_COLUMN), "$text-accent") + Content(binding.description) + name
-            for pressed, what in _UNBOUND.get(title, ()):
-                yield Content.styled(pressed.ljust(_COLUMN), "$text-accent") + Content(what)
-            yield Content()
-
-
-def _commands() -> Iterator[Content]:
-    yield Content.styled("Commands", "bold")
-    for name, command in COMMANDS.items():
-        line = f"/{name} {command.parameters}".ljust(_COLUMN)
-        yield Content.styled(line, "$text-accent") + Content(command.summary)

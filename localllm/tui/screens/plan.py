@@ -153,6 +153,7 @@ _KEYS = {
     "plan.close": "leave",
     "plan.page_down": "scroll",
     "app.help": "help",
+    "app.leave": "quit",
 }
 
 
@@ -243,6 +244,9 @@ class PlanScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.activity.progress("planning")
+        if self._chat.model_name is None:
+            key = self._chat.key_names["plan.apply"]
+            self.notice.note(f"no model is loaded: this is the plan of {self._selection.files.name}; {key} loads it so")
         self._plan(AS_IT_RUNS)
 
     @work(thread=True, exclusive=True, group="plan")
@@ -336,7 +340,7 @@ class PlanScreen(Screen[None]):
 
     def action_apply(self) -> None:
         wish = self.wish
-        if not wish.changes:
+        if not wish.changes and self._chat.model_name is not None:
             batch = "; the goal is that of `localllm run --batch`" if wish.goal != AS_IT_RUNS.goal else ""
             self.notice.note(f"nothing is changed{batch}")
         elif self.shown_wish == wish and self.planned is not None and self.planned.plan is None:

@@ -20,7 +20,7 @@ def bar(share: float, columns: int, style: str = "$primary") -> Content:
         eighths = max(1, eighths)
     full, rest = divmod(eighths, 8)
     text = _EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")
-    return Content.styled(text.ljust(columns), f"{style} on $surface-lighten-2")
+    return Content.styled(text.ljust(columns), f"{style} on $foreground 15%")
 
 
 def split_bar(parts: Mapping[str, float], columns: int, styles: Mapping[str, str]) -> Content:

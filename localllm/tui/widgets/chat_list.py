@@ -30,7 +30,7 @@ from localllm.tui.history_worker import ChatExcerpt, ChatRow
 _WHEN = 10  # columns of "59 min ago" and "2026-11-21"
 _COUNT = 5
 _MODEL = 24  # at most
-_WITH_COUNT, _WITH_MODEL = 56, 70  # columns of the list, from which on there is room for these
+_WITH_AGE, _WITH_COUNT, _WITH_MODEL = 40, 56, 70  # columns of the list, from which on there is room for these
 _PIN, _OPEN = "★", "▸"
 _ROLES = {"user": "you", "assistant": "model"}
 
@@ -124,11 +124,16 @@ class ChatList(ScrollView, can_focus=True):
         self.cursor = at if at >= 0 else len(self.rows) + at
 
     def on_click(self, event: events.Click) -> None:
-        at = (event.y + self.scroll_offset.y) // self.row_height
+        before = self.cursor
+        if self.go_to_line(event.y) and self.cursor == before and event.chain > 1:
+            self.post_message(self.Opened())
+
+    def go_to_line(self, y: int) -> bool:
+        """Choose the chat on a line of the widget; False where there is none."""
+        at = (y + self.scroll_offset.y) // self.row_height
         if at < len(self.rows):
-            if at == self.cursor and event.chain > 1:
-                self.post_message(self.Opened())
             self.cursor = at
+        return at < len(self.rows)
 
     # Drawing
 
@@ -153,17 +158,19 @@ class ChatList(ScrollView, can_focus=True):
     def _title_line(self, row: ChatRow, columns: int) -> Content:
         session = row.session
         then = row.message.created if row.message is not None else session.updated
-        right = Content(format_ago(then, time.time()).rjust(_WHEN))
+        right = Content(format_ago(then, time.time()).rjust(_WHEN) if columns >= _WITH_AGE else "")
         if columns >= _WITH_MODEL:
             room = min(self._model_columns, columns // 5)
             model = Content(_short(session.model)).truncate(room, ellipsis=True, pad=True)
             right = model + "  " + right
         if columns >= _WITH_COUNT and row.num_messages is not None:
             right = Content(f"{row.num_messages:,}".rjust(_COUNT)) + "  " + right
-        mark = (_PIN if session.is_pinned else " ") + (_OPEN if session.id == self.open_id else " ")
+        mark = Content((_PIN if session.is_pinned else " ") + (_OPEN if session.id == self.open_id else " "))
         title = highlighted(visible(one_line(session.title)), self._query)
+        if session.id == self.open_id:
+            mark, title = mark.stylize("$text-accent"), title.stylize("bold")
         room = max(1, columns - right.cell_length - len(mark) - 3)
-        left = Content(mark) + " " + title.truncate(room, ellipsis=True, pad=True)
+        left = mark + " " + title.truncate(room, ellipsis=True, pad=True)
         return left + " " + right.stylize("dim") + " "
 
 

@@ -57,7 +57,7 @@ class Composer(TextArea):
     def __init__(self, draft: str, key_names: KeyNames, suggestions: Suggestions) -> None:
         super().__init__(
             soft_wrap=True, show_line_numbers=False, compact=False, tab_behavior="focus", highlight_cursor_line=False,
-            placeholder=f"Write a message. / for commands, @ for files, {key_names['app.help']} for help",
+            placeholder="Write a message. / for commands, @ for files, ? for help",
         )  # fmt: skip
         self.write(draft)
         self._suggestions = suggestions  # the arrows move in it where it is shown
@@ -147,9 +147,16 @@ class Composer(TextArea):
         self._at = at
         self.write(self.asked[at] if at >= 0 else self._draft)
 
+    def check_consume_key(self, key: str, character: str | None = None) -> bool:
+        return not self._asks_for_help(key) and super().check_consume_key(key, character)
+
+    def _asks_for_help(self, key: str) -> bool:
+        """Nobody begins a message with a question mark."""
+        return key == "question_mark" and not self.text
+
     async def _on_key(self, event: events.Key) -> None:
         # Enter sends and tab completes: the area's own handler would insert them before a binding is asked.
-        if event.key in ("enter", "tab"):
+        if event.key in ("enter", "tab") or self._asks_for_help(event.key):
             event.prevent_default()
             return
         await super()._on_key(event)

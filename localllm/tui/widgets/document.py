@@ -60,16 +60,18 @@ class DocumentBlock(LaidOutOnce, MarkdownBlock):
     def __init__(self, document: Markdown, tokens: Sequence[Token]) -> None:
         super().__init__(document, tokens[0])
         self._highlighters: list[Highlighter] = []
-        self._shown: tuple[Sequence[str], bool] = (), False
+        self._shown: tuple[Sequence[str], int | None, bool] = (), None, False
         self.block = MarkdownLayout([])
 
-    def show(self, tokens: Sequence[Token], lines: Sequence[str], *, grows: bool = False) -> None:
-        """Draw the tokens, unless their source is unchanged. lines: the source. grows: more may follow: nearly right
-        colours of code will do."""
-        if (lines, grows) == self._shown:
+    def show(
+        self, tokens: Sequence[Token], lines: Sequence[str], num_codes: int | None, *, grows: bool = False
+    ) -> None:
+        """Draw the tokens, unless their source is unchanged. lines: the source. num_codes: as in `pieces`. grows: more
+        may follow: nearly right colours of code will do."""
+        if (lines, num_codes, grows) == self._shown:
             return
-        self._shown = lines, grows
-        block = MarkdownLayout(markdown_render.pieces(tokens, self._highlighters if grows else None))
+        self._shown = lines, num_codes, grows
+        block = MarkdownLayout(markdown_render.pieces(tokens, self._highlighters if grows else None, num_codes))
         block.grow_from(self.block)
         self.block = block
         self.update(block)
@@ -90,12 +92,14 @@ class Document(Clear, Markdown):
         "h5", "h6",
     }  # fmt: skip
 
-    def __init__(self, text: str = "") -> None:
+    def __init__(self, text: str = "", num_codes: int | None = None) -> None:
+        """num_codes: of the conversation's code blocks before; None for code without numbers."""
         super().__init__(parser_factory=markdown_render.parser, open_links=False)
         self._tail = self._markdown = text  # the tail: of the blocks that more text may change
         self._open: list[DocumentBlock] = []  # these blocks
         self._num_read = 0  # characters of the tail, up to the end of a line
         self._stream: MarkdownStream | None = None
+        self._num_codes = num_codes  # before the tail
 
     async def write(self, text: str) -> None:
         if self._stream is None:
@@ -125,9 +129,11 @@ class Document(Clear, Markdown):
             more = [DocumentBlock(self, group) for group in groups[len(self._open) :]]
             surplus = self._open[len(groups) :]
             self._open = [*self._open[: len(groups)], *more]
+            num_codes = self._num_codes
             for number, (block, group) in enumerate(zip(self._open, groups, strict=True)):
                 grows = number + 1 == len(groups) and not is_whole
-                block.show(group, lines[begins[number] : begins[number + 1]], grows=grows)
+                block.show(group, lines[begins[number] : begins[number + 1]], num_codes, grows=grows)
+                num_codes = _counted_on(num_codes, group)
             with self.app.batch_update():
                 for block in surplus:
                     await block.remove()
@@ -139,20 +145,27 @@ class Document(Clear, Markdown):
         whole = text[: text.rfind("\n") + 1]
         if len(whole) == self._num_read:
             return
-        begins = markdown_render.first_lines(whole)
-        if len(begins) > 1:
-            num_closed = sum(len(line) + 1 for line in whole.split("\n")[: begins[-1]])
+        found = list(markdown_render.groups(markdown_render.parser(has_inline=False).parse(whole)))
+        if len(found) > 1:
+            num_lines = markdown_render.first_line(found[-1])
+            num_closed = sum(len(line) + 1 for line in whole.split("\n")[:num_lines])
+            for group in found[:-1]:
+                self._num_codes = _counted_on(self._num_codes, group)
             self._tail = self._tail[num_closed:]
             whole = whole[num_closed:]
-            del self._open[: len(begins) - 1]
+            del self._open[: len(found) - 1]
         self._num_read = len(whole)
 
     def compose(self) -> ComposeResult:
         # What is whole is one block: a conversation that is scrolled through mounts a third of the widgets.
         if tokens := markdown_render.parser().parse(self._tail):  # of blanks there are none
             self._open = [DocumentBlock(self, tokens)]
-            self._open[0].show(tokens, [self._tail])
+            self._open[0].show(tokens, [self._tail], self._num_codes)
         yield from self._open
 
     async def _on_mount(self, event: events.Mount) -> None:  # type: ignore[override]
         event.prevent_default()
+
+
+def _counted_on(num_codes: int | None, tokens: Sequence[Token]) -> int | None:
+    return None if num_codes is None else num_codes + markdown_render.num_codes(tokens)

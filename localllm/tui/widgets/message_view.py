@@ -137,15 +137,17 @@ class AnswerView(Clear, MessageView):
         is_thinking: bool = False,
         shows_thoughts: bool = False,
         ending: str = "",
+        num_codes: int = 0,
     ) -> None:
         """is_thinking: the prompt has opened a thought. shows_thoughts: thoughts are not folded. ending: why it ends
-        where it does, shown below it."""
+        where it does, shown below it. num_codes: code blocks in the answers before."""
         super().__init__(index, turn)
         self._is_thinking, self._shows_thoughts = is_thinking, shows_thoughts
         self._splitter = Splitter(is_thinking=is_thinking)
         self._said: list[str] = []
         self._thought: Thought | None = None
-        self.document = Document()  # the answer without its thought
+        self._num_codes = num_codes
+        self.document = Document("", num_codes)  # the answer without its thought
         self._meta: Static | None = None
         self._ending, self._figures = ending, ""
 
@@ -163,7 +165,7 @@ class AnswerView(Clear, MessageView):
             if thought.strip():
                 self._thought = Thought(thought, stays_open=self._shows_thoughts)
                 yield self._thought
-            self.document = Document(visible(answer))
+            self.document = Document(visible(answer), self._num_codes)
         yield self.document
         if self._ending:
             self._meta = Static(Content(self._ending), classes="meta")

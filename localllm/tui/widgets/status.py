@@ -3,7 +3,7 @@ model, context, speed, memory, and why it is slow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from textual import events
@@ -128,12 +128,12 @@ class Notice(Static):
 _BAR = 10  # columns
 _SLOW = 0.1  # of the time of the steps, from which on waiting is told of
 _PARTS = {  # in their order on the bar
-    "template": "$primary-darken-2",
-    "system": "$secondary",
+    "template": "$foreground-muted",
+    "system": "$secondary-darken-2",
     "files": "$secondary-lighten-2",
-    "history": "$primary",
-    "question": "$primary-lighten-2",
-    "answer": "$accent",
+    "history": "$secondary",
+    "question": "$primary-darken-2",
+    "answer": "$primary",
 }
 _TIERS = {"vram": "VRAM", "ram": "RAM"}
 _BOUND = {"disk": ("disk", "reading blocks from the disk"), "link": ("link", "copying blocks to the GPU")}
@@ -154,36 +154,52 @@ class AnswerRun:
         return (self.num_tokens - 1) / self.elapsed_s if self.num_tokens > 1 and self.elapsed_s > 0 else None
 
 
-def model_line(model: str, usage: ContextUsage | None) -> list[tuple[int, Content]]:
-    """Model and context, each part with its rank: those of the highest rank are dropped first."""
-    parts = [(0, Content.styled(model, "bold"))]
+@dataclass(frozen=True)
+class StatusPart:
+    """rank: those of the highest are dropped first where room is short. meaning: for the help; "" for a bar."""
+
+    rank: int
+    shown: Content
+    meaning: str = ""
+
+
+def model_line(model: str, usage: ContextUsage | None) -> list[StatusPart]:
+    """Model and context."""
+    parts = [StatusPart(0, Content.styled(model, "bold"), "the model, and the format of its weights")]
     if usage is not None:
         shares = {name: usage.parts.get(name, 0) / usage.limit for name in _PARTS}
-        parts.append((1, split_bar(shares, _BAR, _PARTS)))
+        parts.append(StatusPart(1, split_bar(shares, _BAR, _PARTS)))
         share = usage.used / usage.limit
         style = "$text-error" if share > 0.95 else "$text-warning" if share >= 0.8 else ""
-        parts.append((1, Content.styled(f"{min(usage.used, usage.limit):,}/{usage.limit:,}", style)))
+        figures = f"{min(usage.used, usage.limit):,} of {usage.limit:,} tokens"
+        parts.append(StatusPart(1, Content.styled(figures, style), "how full the context is; /tokens says by what"))
         shown = [
             f"{name} {usage.parts[name]:,}"
             for name in ("system", "files", "history", "answer")
             if usage.parts.get(name)
         ]
-        parts.append((2, Content.styled(" ".join(shown), "$foreground-muted")))
+        parts.append(
+            StatusPart(6, Content.styled(" ".join(shown), "$foreground-muted"), "tokens that these have in it")
+        )
     return parts
 
 
-def speed_line(run: AnswerRun) -> list[tuple[int, Content]]:
-    """Speed and times of the answer, ranked as in `model_line`."""
+def speed_line(run: AnswerRun) -> list[StatusPart]:
+    """Speed and times of the answer."""
     parts = []
     if (rate := run.tok_s) is not None:
-        parts.append((1, Content(f"{format_figure(rate)} tok/s")))
+        text = f"{format_figure(rate)} tok/s"
+        parts.append(StatusPart(1, Content(text), "tokens a second; a word is one or two"))
     if (finished := run.finished) is not None:
         if finished.timings.ttft_s is not None:
-            parts.append((3, Content(f"first {finished.timings.ttft_s:.2f} s")))
-        parts.append((4, Content(f"cached {finished.usage.cached_tokens:,}/{finished.usage.prompt_tokens:,}")))
+            text = f"first word {finished.timings.ttft_s:.2f} s"
+            parts.append(StatusPart(3, Content(text), "from the question to the answer's first word"))
+        text = f"{finished.usage.cached_tokens:,} of {finished.usage.prompt_tokens:,} cached"
+        parts.append(StatusPart(4, Content(text), "tokens of the prompt that were known already"))
         speculation = finished.speculation
         if speculation is not None and speculation.drafted and speculation.tokens_per_pass is not None:
-            parts.append((5, Content(f"{format_figure(speculation.tokens_per_pass)}/pass")))
+            text = f"{format_figure(speculation.tokens_per_pass)} tokens a step"
+            parts.append(StatusPart(5, Content(text), "more than 1 as right guesses are taken"))
     return parts
 
 
@@ -195,41 +211,48 @@ def growing(usage: ContextUsage, run: AnswerRun) -> ContextUsage:
     return replace(usage, used=usage.used + run.num_tokens, parts={**usage.parts, "answer": answer})
 
 
-def memory_line(facts: EngineFacts | None, run: AnswerRun, columns: int) -> Content:
+def memory_line(facts: EngineFacts | None, run: AnswerRun, columns: int) -> list[StatusPart]:
     """Memory by tier, and why it is slow; shortened to the columns."""
     if facts is None:
-        return Content()
-    gap = Content("  ")
+        return []
     for is_short in (False, True):
-        parts = [part for part in _memory(facts, is_short=is_short) if part.cell_length]
-        why = why_slow(facts, run.finished, is_short=is_short)
-        shown = gap.join([*parts, Content.styled(why, "$text-warning")] if why else parts)
-        if shown.cell_length <= columns:
+        parts = list(_memory(facts, is_short=is_short))
+        if why := why_slow(facts, run.finished, is_short=is_short):
+            parts.append(StatusPart(0, Content.styled(why, "$text-warning"), "the plan shows what would help"))
+        if joined(parts).cell_length <= columns:
             break
-    return shown
+    return parts
 
 
-def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[Content]:
+def joined(parts: Sequence[StatusPart]) -> Content:
+    return Content("  ").join(part.shown for part in parts)
+
+
+def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[StatusPart]:
     for tier, name in _TIERS.items():
         if limit := facts.limits.get(tier):
             used = sum(facts.ledger.get(tier, {}).values())
-            figures = f"{used / limit:.0%}" if is_short else f"{format_bytes(used)}/{format_bytes(limit)}"
+            figures = f"{used / limit:.0%}" if is_short else f"{format_bytes(used)} of {format_bytes(limit)}"
             shown = bar(used / limit, _BAR // 2 if is_short else _BAR)
-            yield Content.styled(f"{name} ", "$foreground-muted") + shown + Content(f" {figures}")
+            label = Content.styled(f"{name} ", "$foreground-muted")
+            what = "GPU memory" if tier == "vram" else "memory"
+            yield StatusPart(0, label + shown + Content(f" {figures}"), f"{what} used, of what the model may have")
     disk = Content.styled("disk ", "$foreground-muted")
     if facts.num_experts > facts.experts_in_memory:
         where = "" if is_short else f" {EXPERTS_IN[facts.experts_tier]}"
         share = Content(f"{facts.experts_in_memory / facts.num_experts:.0%}{where}")
-        yield Content.styled("experts ", "$foreground-muted") + share
+        label = Content.styled("experts ", "$foreground-muted")
+        yield StatusPart(0, label + share, "of the model's experts are in memory")
         if facts.hit_rate is not None:
-            yield Content.styled("hits ", "$foreground-muted") + Content.styled(
-                f"{facts.hit_rate:.0%}", "$text-warning"
-            )
+            rate = Content.styled(f"{facts.hit_rate:.0%}", "$text-warning")
+            label = Content.styled("hits ", "$foreground-muted")
+            yield StatusPart(0, label + rate, "of the wanted experts were there")
     elif facts.streamed_bytes:
         each = "" if is_short else " a step"
-        yield disk + Content.styled(f"{format_bytes(facts.streamed_bytes)}{each}", "$text-warning")
+        amount = Content.styled(f"{format_bytes(facts.streamed_bytes)}{each}", "$text-warning")
+        yield StatusPart(0, disk + amount, "read anew for every step")
     elif facts.limits:
-        yield disk + Content.styled("–", "$foreground-muted")
+        yield StatusPart(0, disk + Content.styled("–", "$foreground-muted"), "nothing is read while it answers")
 
 
 def why_slow(facts: EngineFacts, finished: FinishedEvent | None, *, is_short: bool = False) -> str:
@@ -258,11 +281,23 @@ class Status(Widget):
     run_now: reactive[AnswerRun] = reactive(AnswerRun())
     model_text: reactive[str] = reactive("no model")
 
+    def watch_run_now(self, run: AnswerRun) -> None:
+        self.set_class(not speed_line(run), "-idle")
+
     def render(self) -> Content:
         columns = self.content_size.width
+        lines = self._lines(columns)
+        if self.size.height < len(lines) or not lines[1]:
+            lines = [[*lines[0], *lines[1]], lines[2]]
+        rows = [fitting([(part.rank, part.shown) for part in line], columns) for line in lines[:-1]]
+        return Content("\n").join([*rows, joined(lines[-1])])
+
+    @property
+    def parts(self) -> list[StatusPart]:
+        """What it shows, at its shortest, for the help."""
+        return [part for line in self._lines(0) for part in line if part.meaning and part.shown.plain]
+
+    def _lines(self, columns: int) -> list[list[StatusPart]]:
         usage = None if self.usage is None else growing(self.usage, self.run_now)
-        lines = [model_line(self.model_text, usage), speed_line(self.run_now)]
-        if self.size.height < len(lines) + 1:
-            lines = [[*lines[0], *lines[1]]]
-        rows = [fitting(line, columns) for line in lines]
-        return Content("\n").join([*rows, memory_line(self.facts, self.run_now, columns)])
+        memory = memory_line(self.facts, self.run_now, columns)
+        return [model_line(self.model_text, usage), speed_line(self.run_now), memory]

@@ -8,40 +8,15 @@ from itertools import takewhile
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from localllm.chat.text import one_line
-from localllm.registry import BUILT_IN
+from localllm.tui.code_index import CodeIndex
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.document import Clear
 from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
-
-
-class Welcome(Widget):
-    machine = reactive("", layout=True)
-    model = reactive("", layout=True)
-
-    def __init__(self, key_names: KeyNames) -> None:
-        super().__init__()
-        self._key_names = key_names
-
-    def render(self) -> Content:
-        keys = self._key_names
-        lines = [Content.styled("localllm", "bold $text-primary")]
-        if self.machine:
-            lines.append(Content.styled(one_line(self.machine), "$foreground-muted"))
-        if self.model == BUILT_IN:
-            lines.append(Content(f"{BUILT_IN}, the model in the package, answers at once, and tells tales."))
-            lines.append(Content(f"{keys['app.models']} shows the models that fit this machine."))
-        elif self.model:
-            lines.append(Content(f"{one_line(self.model)} answers. {keys['app.models']} chooses another model."))
-        hint = f"{keys['app.chats']} has the saved chats, {keys['app.help']} the keys; / begins a command."
-        lines.append(Content.styled(hint, "$foreground-muted"))
-        return Content("\n").join(lines)
-
+from localllm.tui.widgets.welcome import Welcome
 
 _FIRST = 16  # messages that are mounted at once
 _MORE = 4  # when an end of the window is near: 80 ms
@@ -58,6 +33,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         self.live: AnswerView | None = None  # the answer that streams
         self._ending = ""
         self._thinking: Set[int] = frozenset()
+        self.codes = CodeIndex()
         self._earlier = Static("", classes="edge")
         self.welcome = Welcome(key_names)
         self._is_moving = False
@@ -78,6 +54,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """Show the turns; those shown already stay as they are. ending: shown below the last answer. thinking: the
         answers that begin in a thought."""
         self._ending, self._thinking = ending, thinking
+        self.codes.update(turns, thinking)
         await self._show(turns)
         for view in self.views:
             if isinstance(view, AnswerView):
@@ -110,7 +87,11 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
         """Mount a new answer behind the last message."""
         await self.drop_answer()
         await self._to_end()
-        self.live = AnswerView(len(self._turns), None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts)
+        index = len(self._turns)
+        self.live = AnswerView(
+            index, None, is_thinking=is_thinking, shows_thoughts=self._shows_thoughts,
+            num_codes=self.codes.num_before(index),
+        )  # fmt: skip
         await self.mount(self.live)
         self.anchor()
         return self.live
@@ -126,7 +107,7 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             return QuestionView(index, turn)
         return AnswerView(
             index, turn, is_thinking=index in self._thinking, shows_thoughts=self._shows_thoughts,
-            ending=self._ending_of(index),
+            ending=self._ending_of(index), num_codes=self.codes.num_before(index),
         )  # fmt: skip
 
     def _ending_of(self, index: int) -> str:
