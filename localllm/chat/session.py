@@ -419,6 +419,22 @@ class ChatSession:
             self.dialogue.resolved = before
             raise
 
+    def save_preset(self, name: str) -> Path:
+        """Save the model, the system message and the settings that were typed, or are a preset's, as a preset; return
+        its file. Raises UsageError for a name that is taken, or cannot be one."""
+        from localllm.runtime.presets import PRESET_SETTINGS, save_preset
+
+        resolved = self.dialogue.resolved
+        chosen = [key for key in PRESET_SETTINGS if resolved.origins[key].kind in ("flag", "preset")]
+        own = {"model": self.selection.model_name, "system": self.dialogue.system}
+        try:
+            return save_preset(
+                name, {**{key: getattr(resolved.settings, key) for key in chosen}, **own}, replaces=False
+            )
+        except UsageError as error:  # of a command line
+            error.fix = "/preset save NAME, with another name"
+            raise
+
     def close(self) -> None:
         """Record what was missed, and close the history."""
         self.recorder.catch_up()

@@ -13,6 +13,7 @@ from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
+from localllm.errors import Fix, UsageError
 from localllm.runtime.download import fetch
 from localllm.runtime.model_catalog import (
     ModelRow,
@@ -27,6 +28,7 @@ from localllm.runtime.model_catalog import (
     source_text,
     total_text,
 )
+from localllm.runtime.presets import is_preset, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +55,7 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.gguf_files import gguf_bytes
     from localllm.hub.installed import folder_bytes
 
-    cli, model = cli_context(context), flags["model"]
+    cli, model = cli_context(context), model_of(flags["model"])
     resolved = load_settings({"offline": flags["offline"]})
     cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(model)}"
     noted = ""
@@ -154,7 +156,7 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
         else:
             output.verbatim(text if text.endswith("\n") else f"{text}\n")
         return
-    description = hub.describe(model)
+    description = hub.describe(model_of(model))
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, **model_facts(description)}, indent=2)
         return
@@ -177,7 +179,10 @@ def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_j
     from localllm import hub
 
     cli = cli_context(context)
-    found = hub.removal(model, packed_only=packed)
+    if is_preset(model) and not packed:
+        why = "`rm` deletes models"
+        raise UsageError(f"{model} is a preset", why=why, fix=Fix.command("preset", "rm", model))
+    found = hub.removal(model_of(model), packed_only=packed)
     if not yes:
         sizes = [] if packed else [format_bytes(found.checkpoint_bytes)]
         sizes += [f"{format_bytes(found.packed_bytes)} packed"] if packed or found.packed_bytes else []

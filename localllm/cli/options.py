@@ -32,11 +32,19 @@ _MOST_BIAS = Accepts("number", -1e6, 1e6)
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Return the names of the registry and of installed models that begin so."""
+    """Return the names of presets, of the registry and of installed models that begin so."""
     from localllm.registry import load_registry
+    from localllm.runtime.presets import preset_names
 
     known = [name for entry in load_registry().entries for name in (entry.name, *entry.aliases)]
-    return _beginning(incomplete, [*known, *_installed()])
+    return _beginning(incomplete, [*preset_names(), *known, *_installed()])
+
+
+def complete_presets(incomplete: str) -> list[str]:
+    """Return the names of presets that begin so."""
+    from localllm.runtime.presets import preset_names
+
+    return _beginning(incomplete, preset_names())
 
 
 def complete_installed(incomplete: str) -> list[str]:
@@ -172,7 +180,7 @@ def argument(
     return _parameter(name, kind, info, required=required)
 
 
-_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY[:QUANT], ollama:NAME, a GGUF file, or a folder."
+_NAMED = "A name of `localllm list --all`, ORG/REPOSITORY[:QUANT], ollama:NAME, a GGUF file, a folder, or a preset."
 MODEL = argument("model", "MODEL", f"{_NAMED} Default: the setting `model` (tiny).", completion=complete_models)
 REQUIRED_MODEL = argument("model", "MODEL", _NAMED, completion=complete_models, required=True)
 INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)
