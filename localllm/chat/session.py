@@ -149,11 +149,16 @@ class ChatSession:
         self._reset()
 
     def use_model(self, selection: Selection) -> None:
-        """Take another model, which is still to be loaded."""
-        self.selection = selection
+        """Take another model, which is still to be loaded. The system message of a preset is that of new conversations,
+        and of this one before its first question."""
+        before, self.selection = self.selection.settings.system, selection
         self.engine = self.pending = None
         self.dialogue.use(selection.resolved)
         self.recorder.use_model(selection.model_name)
+        if (system := selection.settings.system) != before:
+            self._system = system
+            if not self.dialogue.turns:
+                self.dialogue.system = system
 
     # Questions and answers
 

@@ -126,7 +126,7 @@ def modelfile_of(base: str, values: Mapping[str, Any]) -> str:
         elif key == "stop":
             lines += [f"PARAMETER stop {_quoted(text)}" for text in value]
         elif key in names:
-            lines.append(f"PARAMETER {names[key]} {value:.12g}")
+            lines.append(f"PARAMETER {names[key]} {value}")
         elif key != "model":
             lines.append(f"# {key} = {shown_setting(value)}")
     return "\n".join(lines) + "\n"

@@ -152,16 +152,24 @@ def based_on(word: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lasting_name(word: str) -> str:
-    """Return a name of the model by which it is found from any folder; Ollama's own name of one it keeps, too."""
+    """Return a name by which the model is found from any folder; where only Ollama has one of this name here, that is
+    meant."""
     from localllm import hub
     from localllm.hub.names import OLLAMA, understand
     from localllm.hub.stores import names_in_stores
 
+    registry = load_registry()
     try:
-        reference = understand(word, load_registry())
-    except ModelNotFoundError:
+        hub.locate(word, registry=registry)
+    except ModelNotFoundError as absent:
         kept = [name for name in names_in_stores(word) if name.startswith(f"{OLLAMA}:")]
-        return kept[0] if len(kept) == 1 else hub.locate(word).name
+        if len(kept) == 1:
+            return kept[0]
+        try:
+            understand(word, registry)
+        except ModelNotFoundError:
+            raise absent from None
+    reference = understand(word, registry)
     is_folder = reference.directory is not None and reference.name != BUILT_IN
     return str(reference.place) if is_folder else reference.name
 

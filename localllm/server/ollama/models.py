@@ -17,6 +17,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from localllm import hub
+from localllm.config import shown_setting
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, TemplateError
 from localllm.hub.gguf_files import gguf_parameters
@@ -366,7 +367,7 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
         defaults["ctx"] = engine.ctx
     own = {} if preset is None else preset.values
     defaults |= {key: value for key, value in own.items() if key in _PARAMETERS and key != "stop"}
-    values = [(_PARAMETERS.get(name, name), f"{value:.12g}") for name, value in defaults.items()]
+    values = [(_PARAMETERS.get(name, name), shown_setting(value)) for name, value in defaults.items()]
     values += [("stop", json.dumps(text)) for text in own.get("stop") or (entry.stop if entry else ())]
     return OllamaShown(
         modelfile=modelfile_of(origin, own),
