@@ -21,7 +21,6 @@ from localllm.server.replies import NDJSON, JsonReply, StreamReply
 
 _NOT_CONVERTED = "models are used as they are; `localllm quantize` packs one"
 _NO_FILES = "a preset is of a model that is here, and a request may not name files; `localllm create` takes them"
-_NoFiles = Annotated[dict[str, str], Field(max_length=0)]
 
 
 class CreateBody(NamedBody):
@@ -41,8 +40,6 @@ class CreateBody(NamedBody):
     license: Annotated[str | list[str] | None, Ignored("a preset keeps no licence")] = None
     template: Literal[""] | None = None
     messages: fields.Nothing = None
-    adapters: _NoFiles | None = None
-    files: _NoFiles | None = None
     quantize: Literal[""] | None = None
     stream: bool | None = optional("Default: true.")
 
