@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from localllm.config import load_settings
-from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.selection import selected
 from localllm.server.guard import Admission
 from localllm.server.http_server import bound, serve
 from localllm.server.model_server import Capacity
@@ -51,7 +51,7 @@ def emit(number: int) -> None:
 
 def main(router: str, num_replicas: int) -> None:
     resolved = load_settings({"private": True})  # pages on the disk would be found by all
-    selection = with_defaults(resolved, locate(resolved, "tiny"))
+    selection = selected(resolved, "tiny")
     role = Role("tiny", selection.resolved, Capacity(), (), "mean", needs_key=False)
     fleet = Fleet(role, num_replicas, most_more=4, router=ROUTERS[router], changed=emit)
     try:

@@ -1,7 +1,7 @@
 """Settings: where they come from, which values are accepted, and where each one was set.
 
-A flag beats a LOCALLLM_* variable, which beats the user's config.toml. Knows the names and ranges of settings, not what
-they do; what a model's entry adds to them is `registry.with_model_defaults`.
+A flag beats a preset (`runtime.presets`), which beats a LOCALLLM_* variable, which beats the user's config.toml. Knows
+the names and ranges of settings, not what they do; what a model's entry adds to them is `registry.with_model_defaults`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def shown_setting(value: object) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a value: `where` is a flag, a variable, `file:line`, or "default"."""
+    """The source of a value: `where` is a flag, a variable, `file:line` (of a preset, too), or "default"."""
 
-    kind: Literal["flag", "environment", "file", "registry", "checkpoint", "default"]
+    kind: Literal["flag", "preset", "environment", "file", "registry", "checkpoint", "default"]
     where: str
 
 

@@ -317,6 +317,11 @@ class SamplingSettings:
         "Subtract X from a token's logit once it has appeared in the answer, -100 to 100. Default: 0.",
         group=SAMPLING,
     )  # fmt: skip
+    repeat_last_n: int | None = setting(
+        None, Accepts("integer", -1, 2**31 - 1, usual="64"), "run chat /set", "N",
+        "The number of last tokens that the three penalties look at; 0: none, -1: all. Default: -1.",
+        group=SAMPLING,
+    )  # fmt: skip
     seed: int | None = setting(
         None, Accepts("integer", 0, 2**63 - 1, usual="1"), "run chat /set", "N",
         "The same seed gives the same text. Default: a random seed, which --stats prints.",

@@ -7,12 +7,12 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import Caps, LoadObserver, start_engine
-from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.selection import selected
 
 
 def started() -> EngineClient:
     resolved = load_settings({}, environ={})
-    selection = with_defaults(resolved, locate(resolved, "tiny"))
+    selection = selected(resolved, "tiny")
     return start_engine(selection, Opening(), Caps(), LoadObserver())
 
 

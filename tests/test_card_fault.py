@@ -33,7 +33,7 @@ from localllm.runtime.engine_server import EngineServer
 from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.renewed_client import RenewedClient
-from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, selected
 from tests.cli_support import run_cli
 from tests.engine_support import generated, token_ids
 from tests.patience import PATIENCE_S
@@ -163,7 +163,7 @@ def test_a_fault_while_a_model_is_prepared_is_told_as_well(gpu: Card, monkeypatc
 
 def selection() -> Selection:
     resolved = load_settings({}, environ={})
-    return with_defaults(resolved, locate(resolved, "tiny"))
+    return selected(resolved, "tiny")
 
 
 def served() -> EngineClient:

@@ -30,7 +30,7 @@ from localllm.runtime.engine_handle import EngineHandle, EnginePeer
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, foresee, grant, start_engine
 from localllm.runtime.renewed_client import RenewedClient
-from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, selected
 from localllm.runtime.server_client import Server, ServerEngine
 from localllm.runtime.sockets import connected, listening
 from localllm.text.grammar.grammar import Grammar
@@ -45,7 +45,7 @@ ENDLESS = SamplingParams(max_tokens=900, seed=1, logit_bias={0: -100, 2: -100})
 
 def selection() -> Selection:
     resolved = load_settings({}, environ={})
-    return with_defaults(resolved, locate(resolved, "tiny"))
+    return selected(resolved, "tiny")
 
 
 def started() -> EngineClient:

@@ -110,8 +110,8 @@ from localllm.config import load_settings
 from localllm.engine.loader import Watcher
 from localllm.runtime.engine_loader import Opening, open_engine
 from localllm.runtime.engine_process import _foreseen
-from localllm.runtime.selection import locate, with_defaults
-chosen = with_defaults(load_settings(), locate(load_settings(), "tiny"))
+from localllm.runtime.selection import selected
+chosen = selected(load_settings(), "tiny")
 _foreseen(chosen, Opening(keeps_pages=True), lambda _text: None)
 open_engine(chosen, Opening(keeps_pages=True), Watcher(), lambda _text: None)
 print(json.dumps(sorted(name.partition(".")[0] for name in sys.modules.keys() - before)))

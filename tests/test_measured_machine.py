@@ -15,7 +15,7 @@ import pytest
 
 from localllm import Engine, FinishedEvent, SamplingParams
 from localllm.config import load_settings
-from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.selection import selected
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.model_loader import serve
 from tests.cli_support import run_cli
@@ -84,7 +84,7 @@ def test_a_plain_chat_says_it(laconic: Path) -> None:
 def test_the_full_screen_chat_says_it(laconic: Path) -> None:
     async def chat() -> None:
         resolved = load_settings({}, environ={})
-        app = ChatApp(Start(with_defaults(resolved, locate(resolved, str(laconic))), resolved), serve)
+        app = ChatApp(Start(selected(resolved, str(laconic)), resolved), serve)
         async with support.running(app) as pilot:
             await support.say(pilot, "Is it?")
             assert support.texts(app)[-1] == ("assistant", SAID)

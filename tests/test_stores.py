@@ -177,6 +177,13 @@ def test_a_name_of_ollamas_is_told_with_the_line_that_runs_it(home: Path, typed:
     assert result.code == 3 and f"localllm run {meant} -p hello" in result.err
 
 
+def test_a_modelfile_may_have_a_name_of_ollamas(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_HOME", str(home / "own"))
+    in_ollama(home, "registry.ollama.ai/library/llama3.2/latest", STUB)
+    assert run_cli("create", "mario", "-f", "-", stdin=b"FROM llama3.2:latest\nSYSTEM You are Mario.\n").code == 0
+    assert run_cli("preset", "show", "mario", "--json").json["model"] == "ollama:llama3.2"
+
+
 def test_what_of_ollama_cannot_run_is_refused_by_name_and_not_listed(home: Path) -> None:
     library = "registry.ollama.ai/library"
     in_ollama(home, f"{library}/tuned/latest", STUB, "adapter")

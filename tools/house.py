@@ -28,8 +28,8 @@ LIMITS = {
     "functions over 60 lines": 0,
     "circles of imports": 0,
     "repeated class names": 0,
-    "modules of --version": 20,
-    "modules of plan": 108,
+    "modules of --version": 19,
+    "modules of plan": 109,
 }
 
 # Runs a command; prints the modules that it imported and, where it is watched, the files that a step's calls are in.

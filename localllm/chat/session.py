@@ -152,12 +152,17 @@ class ChatSession:
         self._reset()
 
     def use_model(self, selection: Selection) -> None:
-        """Take another model, which is still to be loaded."""
-        self.selection = selection
+        """Take another model, which is still to be loaded. The system message of a preset is that of new conversations,
+        and of this one before its first question."""
+        before, self.selection = self.selection.settings.system, selection
         self.engine = self.pending = None
         self._reset()
         self.dialogue.use(selection.resolved)
         self.recorder.use_model(selection.model_name)
+        if (system := selection.settings.system) != before:
+            self._system = system
+            if not self.dialogue.turns:
+                self.dialogue.system = system
 
     # Questions and answers
 
@@ -453,6 +458,22 @@ class ChatSession:
             raise UsageError(f"/think knows no {effort[:80]!r}", why=error.why, fix="/think on") from None
         except LocalLLMError:
             self.dialogue.resolved = before
+            raise
+
+    def save_preset(self, name: str) -> Path:
+        """Save the model, the system message and the settings that were typed, or are a preset's, as a preset; return
+        its file. Raises UsageError for a name that is taken, or cannot be one."""
+        from localllm.runtime.presets import PRESET_SETTINGS, save_preset
+
+        resolved = self.dialogue.resolved
+        chosen = [key for key in PRESET_SETTINGS if resolved.origins[key].kind in ("flag", "preset")]
+        own = {"model": self.selection.model_name, "system": self.dialogue.system}
+        try:
+            return save_preset(
+                name, {**{key: getattr(resolved.settings, key) for key in chosen}, **own}, replaces=False
+            )
+        except UsageError as error:  # of a command line
+            error.fix = "/preset save NAME, with another name"
             raise
 
     def close(self) -> None:

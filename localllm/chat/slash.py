@@ -66,6 +66,14 @@ def _think(session: ChatSession, effort: str) -> list[str]:
     return [f"thinking: {session.dialogue.resolved.settings.think or MODEL_DEFAULT}"]
 
 
+def _preset(session: ChatSession, text: str) -> list[str]:
+    verb, _, name = text.partition(" ")
+    if verb != "save" or not name.strip():
+        why = "it saves this chat's model, system message and settings"
+        raise UsageError("/preset is followed by `save` and a name", why=why, fix="/preset save NAME")
+    return [f"wrote {session.save_preset(name.strip())}"]
+
+
 def _show(session: ChatSession, _: str) -> list[str]:
     files = session.selection.files
     tokens = _tokens(session, "") if session.engine is not None else []
@@ -117,6 +125,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
     "model": Command("[NAME]", "show the model, or continue with another; the chat stays"),
+    "preset": Command("save NAME", "save model, system message and changed settings as a preset", _preset),
     "set": Command("[KEY VALUE]", "show or change settings for the next answers; `-` resets one", _set),
     "think": Command("[on|off|LEVEL]", "how much to think before answering: low, medium, high; `-` resets it", _think),
     "show": Command("", "show model, context, system message and settings", _show),

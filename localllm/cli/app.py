@@ -29,6 +29,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ps": ("server", "List the models that the server has loaded."),
         "load": ("server", "Load a model on the server before the first request."),
         "stop": ("server", "Unload a model, or end the server."),
+        "preset": ("preset", "Save and list presets: a model, a system message and settings under one name."),
+        "create": ("preset", "Make a preset of Ollama's Modelfile."),
         "connect": ("connect", "Print the settings with which a program uses `localllm serve`."),
         "pull": ("models", "Download a model from the Hugging Face hub."),
         "quantize": ("quantize", "Pack a model's weights ahead of time."),
@@ -54,7 +56,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Serve": ("serve", "ps", "load", "stop", "connect"),
         "Models": ("list", "search", "pull", "show", "rm", "quantize", "tokenize", "perplexity"),
         "This machine": ("plan", "bench", "doctor"),
-        "This program": ("sessions", "cache", "config", "help"),
+        "This program": ("preset", "create", "sessions", "cache", "config", "help"),
     }
 )
 # What other programs call a command. They are not listed as commands of their own.

@@ -18,6 +18,7 @@ from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
 from localllm.errors import Fix
 from localllm.runtime.engine_loader import engine_config
+from localllm.runtime.presets import choose
 from localllm.settings import MACHINE, OUTPUT, EngineConfig
 
 if TYPE_CHECKING:
@@ -141,8 +142,9 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
     """At any depth: random weights were trained for no context."""
     from localllm.models.shapes import find_shape
 
-    settings = read_settings(cli, flags).settings
-    shape = find_shape(settings.model if flags["model"] is None else flags["model"])
+    cli.resolved, _ = choose(read_settings(cli, flags), flags["model"])
+    settings = cli.resolved.settings
+    shape = find_shape(settings.model)
     if settings.ram or settings.vram:
         cli.output.note("the settings ram and vram do not apply to random weights, which are measured whole in memory")
     line = cli.output.progress(f"making {shape.name}")

@@ -25,19 +25,19 @@ from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.options import complete_sessions, extra_sampling, option, refuse_together, takes
+from localllm.cli.options import complete_sessions, extra_sampling, option, refuse_together, setting_flags, takes
 from localllm.cli.output import Output
 from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.pulling import PULL
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
-from localllm.config import user_directories
+from localllm.config import load_settings, user_directories
 from localllm.errors import CardFaultError, Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.history import content_of
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening, check
-from localllm.runtime.error_origins import with_origins
-from localllm.runtime.selection import Selection, is_model, locate, named, with_defaults
+from localllm.runtime.error_origins import named, with_origins
+from localllm.runtime.selection import Selection, is_model, selected
 from localllm.settings import KEPT, OUTPUT, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
     selection = _select(cli, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
     if not flags["plain"]:
-        assert cli.resolved is not None
-        run_screen(cli, selection, cli.resolved, flags, resumed)
+        run_screen(cli, selection, load_settings(setting_flags(flags)), flags, resumed)
     reader = LineReader(cli.output, user_directories().data / "history")
     with ChatEngine(cli, attaches=not flags["no_attach"]) as engines, contextlib.ExitStack() as stack:
         load = engines.load(selection)
@@ -349,7 +348,7 @@ class LineChat:
                 f"model {before.files.name}: /model NAME continues with another, `localllm list` shows them"
             )
             return
-        selection = with_defaults(resolved, locate(resolved, name))
+        selection = selected(resolved, name)
         load = self._engines.load(selection)  # first: where it cannot be, all stays as it is
         try:
             self._use(load, selection)

@@ -16,8 +16,7 @@ from localllm.cli.context import CliContext
 from localllm.cli.interrupts import Interrupts
 from localllm.cli.output import Output, ReaderGoneError
 from localllm.errors import BugError, Fix, LocalLLMError, UsageError
-from localllm.runtime.error_origins import with_origins
-from localllm.runtime.selection import named
+from localllm.runtime.error_origins import named, with_origins
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles

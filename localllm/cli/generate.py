@@ -19,7 +19,7 @@ from localllm.cli.interrupts import Interrupted, Interrupts
 from localllm.cli.output import SCHEMA_VERSION, ProgressLine
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, Timings, TokenEvent, Usage
 from localllm.errors import LocalLLMError
-from localllm.runtime.selection import named
+from localllm.runtime.error_origins import named
 
 if TYPE_CHECKING:
     from localllm.hub import ModelFiles

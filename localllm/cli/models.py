@@ -14,6 +14,7 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.pulling import pull
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
+from localllm.errors import Fix, UsageError
 from localllm.runtime.fit_check import machine_line
 from localllm.runtime.model_catalog import (
     ModelRow,
@@ -37,6 +38,7 @@ from localllm.runtime.model_choice import (
     choice_fields,
     model_choices,
 )
+from localllm.runtime.presets import is_preset, model_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +64,7 @@ def pull_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.gguf_files import gguf_bytes
     from localllm.hub.installed import folder_bytes
 
-    cli, model = cli_context(context), flags["model"]
+    cli, model = cli_context(context), model_of(flags["model"])
     files = pull(cli, model, load_settings({"offline": flags["offline"]}))
     size_bytes = gguf_bytes(files.gguf) if files.gguf else folder_bytes(files.directory)
     if flags["as_json"]:
@@ -153,7 +155,7 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
         else:
             output.verbatim(text if text.endswith("\n") else f"{text}\n")
         return
-    description = hub.describe(model)
+    description = hub.describe(model_of(model))
     if as_json:
         output.json({"schema_version": SCHEMA_VERSION, **model_facts(description)}, indent=2)
         return
@@ -176,7 +178,10 @@ def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_j
     from localllm import hub
 
     cli = cli_context(context)
-    found = hub.removal(model, packed_only=packed)
+    if is_preset(model) and not packed:
+        why = "`rm` deletes models"
+        raise UsageError(f"{model} is a preset", why=why, fix=Fix.command("preset", "rm", model))
+    found = hub.removal(model_of(model), packed_only=packed)
     if not yes:
         sizes = [] if packed else [format_bytes(found.checkpoint_bytes)]
         sizes += [f"{format_bytes(found.packed_bytes)} packed"] if packed or found.packed_bytes else []

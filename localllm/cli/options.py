@@ -37,11 +37,19 @@ MOST_OPTIONS = 12  # of a command whose help shows all at once; with more it is 
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Return the names of the registry and of installed models that begin so."""
+    """Return the names of presets, of the registry and of installed models that begin so."""
     from localllm.registry import load_registry
+    from localllm.runtime.presets import preset_names
 
     known = [name for entry in load_registry().entries for name in (entry.name, *entry.aliases)]
-    return _beginning(incomplete, [*known, *_installed()])
+    return _beginning(incomplete, [*preset_names(), *known, *_installed()])
+
+
+def complete_presets(incomplete: str) -> list[str]:
+    """Return the names of presets that begin so."""
+    from localllm.runtime.presets import preset_names
+
+    return _beginning(incomplete, preset_names())
 
 
 def complete_installed(incomplete: str) -> list[str]:
@@ -208,7 +216,7 @@ def argument(
     return _parameter(name, kind, info, required=required, group=ARGUMENTS, is_basic=True)
 
 
-_NAMED = "A name, ORG/REPO[:QUANT], a GGUF file or a folder."
+_NAMED = "A name, ORG/REPO[:QUANT], a GGUF file, a folder or a preset."
 _NAMES = "\nNames: those of `localllm list --all`, and ollama:NAME."
 _USUAL = " Default: the setting `model`, which is tiny."
 MODEL = argument("model", "MODEL", f"{_NAMED}{_NAMES}{_USUAL}", completion=complete_models)

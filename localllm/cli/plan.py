@@ -17,6 +17,7 @@ from localllm.cli.selection import read_settings
 from localllm.config import format_bytes
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import considered
+from localllm.runtime.presets import choose
 from localllm.settings import MACHINE, EngineConfig
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     seconds. Later runs correct the predictions.
     """
     cli = cli_context(context)
-    resolved = read_settings(cli, flags)
-    name = resolved.settings.model if flags["model"] is None else flags["model"]
+    cli.resolved, _ = choose(read_settings(cli, flags), flags["model"])
+    resolved, name = cli.resolved, cli.resolved.settings.model
     with cli.output.progress("planning") as line:
         planned = considered(name, resolved, flags["goal"], line.show, line.interject).advised()
     if flags["as_json"]:

@@ -78,7 +78,7 @@ def quantize_command(context: typer.Context, **flags: Any) -> None:
     target = packed_directory(files, name)
     was_there = name in packed_recipes(files)
     was_packed = not _convert(cli, files, recipe, selection.settings.ram, was_there=was_there)
-    sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(flags["model"]).size_bytes}
+    sizes = {"size_bytes": own_bytes(target), "checkpoint_bytes": hub.describe(selection.model_name).size_bytes}
     if flags["as_json"]:
         fields = {"model": files.name, "weights": name, "was_packed": was_packed, "directory": str(target)}
         cli.output.json({"schema_version": SCHEMA_VERSION, **fields, **sizes})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.context import CliContext
@@ -10,6 +11,7 @@ from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import Fix, ModelNotFoundError
 from localllm.runtime.engine_loader import refuse_idle_vram
+from localllm.runtime.presets import choose
 from localllm.runtime.selection import Selection, locate, require_weights, with_defaults
 
 if TYPE_CHECKING:
@@ -17,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
-    """The model `word`, or the one that the settings name, and the settings under these flags; `cli` keeps both.
+    """The model `word`, a preset's or the one that the settings name, and the settings under these flags; `cli` keeps
+    both.
 
     Raises ModelNotFoundError, UnsupportedModelError, SettingsError, CheckpointError. Uses no network.
     """
-    resolved = read_settings(cli, flags)
-    cli.model = locate(resolved, word)
+    resolved, preset = choose(read_settings(cli, flags), word)
+    cli.resolved = resolved
+    cli.model = locate(resolved)
     require_weights(cli.model)
-    return with_defaults(resolved, cli.model)
+    return replace(with_defaults(resolved, cli.model), preset=preset)
 
 
 def select_or_pull(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -38,9 +42,9 @@ def select_or_pull(cli: CliContext, word: str | None, flags: Mapping[str, Any]) 
 
 def select_text_only(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
     """Select a model of which only tokenizer and template are needed: a folder with these will do."""
-    resolved = read_settings(cli, flags)
-    cli.model = locate(resolved, word, needs_config=False)
-    return Selection(cli.model, resolved)
+    cli.resolved, preset = choose(read_settings(cli, flags), word)
+    cli.model = locate(cli.resolved, needs_config=False)
+    return Selection(cli.model, cli.resolved, preset)
 
 
 def select_resumed(

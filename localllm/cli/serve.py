@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,14 @@ from localllm.cli import options
 from localllm.cli.addresses import address_of, tell_addresses
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
-from localllm.cli.options import choice, number, option, refuse_together, takes
+from localllm.cli.options import choice, number, option, refuse_together, setting_flags, takes
 from localllm.cli.pulling import PULL
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select_or_pull
-from localllm.config import user_directories
+from localllm.config import load_settings, user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
-from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, selected, with_defaults
 from localllm.settings import ANSWER, MACHINE, OUTPUT, SETTINGS, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
@@ -233,16 +234,24 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
                 raise
         admission = _admission(cli, flags, sockets)
         if flags["ray"]:
+            if selection.preset is not None:
+                why = "replicas are of a model, and have no presets"
+                fix = Fix.command("serve", selection.model_name, "--ray")
+                raise UsageError(f"{selection.preset.name} is a preset", why=why, fix=fix)
             serve_replicas(cli, selection, flags, capacity, sockets, admission)
             return
         check(selection)
-        assert cli.resolved is not None
+        resolved, preset = load_settings(setting_flags(flags)), selection.preset
+        if preset is not None:  # its engine is the model's; the rest of it is only for requests that ask for the preset
+            own = preset.over(resolved, {each.name: each for each in fields(EngineConfig)})
+            selection = with_defaults(own, selection.files)
         pool = ModelPool(
             selection,
-            cli.resolved,
+            resolved,
             _launch(cli, Opening(keeps_pages=True, parallel=parallel)),
+            preset=None if preset is None else preset.name,
             aliases=flags["alias"] or (),
-            also=[with_defaults(cli.resolved, locate(cli.resolved, word)) for word in flags["also"] or ()],
+            also=[selected(resolved, word) for word in flags["also"] or ()],
             idle_s=flags["idle_s"],
             note=cli.output.note,
         )
@@ -330,6 +339,7 @@ class _First:
         try:
             await self._server.pool.load(served)
             engine, where = served.engine(), " and ".join(self.addresses)
+            name = self._server.pool.preset or served.name
         except EngineClosedError:  # the server was stopped meanwhile
             return
         except (EngineGoneError, BusyError) as error:  # killed twice, or unloaded by hand: it may be asked for again
@@ -340,7 +350,7 @@ class _First:
             self.stop()
             return
         room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
-        self._cli.output.note(f"serving {served.name} ({engine.weights}, {room}) on {where}")
+        self._cli.output.note(f"serving {name} ({engine.weights}, {room}) on {where}")
         tell_addresses(self._cli.output, self.addresses)
 
 

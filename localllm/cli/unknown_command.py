@@ -29,7 +29,6 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 # What they have and is not needed here: why, and the command that does as much.
 _NEEDLESS: Mapping[str, tuple[str, Fix]] = MappingProxyType(
     {
-        "create": ("a folder or a GGUF file is run as it is", Fix.command("run", "FILE.gguf", "PROMPT")),
         "cp": ("a model has one name; a server gives it others", Fix.command("serve", "MODEL", "--alias", "NAME")),
         "push": ("models are pulled, and not uploaded", Fix.command("pull", "MODEL")),
         "login": ("the variable HF_TOKEN holds the token of the Hugging Face hub", Fix.command("help", "access")),

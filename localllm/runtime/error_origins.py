@@ -1,13 +1,30 @@
-"""Names the variable or file that a setting came from, in the place of its flag, in an error about the setting."""
+"""What an error is about, put into its words: the variable or file that a setting came from, in the place of its flag;
+the model."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from localllm.config import Origin, ResolvedSettings
 from localllm.errors import Fix, LocalLLMError
+from localllm.registry import BUILT_IN
+
+if TYPE_CHECKING:
+    from localllm.hub import ModelFiles
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z-]*)(?![\w-])")
+
+
+def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
+    """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
+    if files is None:
+        return error
+    copy = "reinstall localllm" if files.name == BUILT_IN else files.copied_anew
+    error.fix = [
+        copy if fix.kind == "refetch" and files.repo is None else fix.with_model(files.name) for fix in error.fixes
+    ]
+    return error
 
 
 def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
@@ -23,13 +40,13 @@ def with_origins(error: LocalLLMError, resolved: ResolvedSettings) -> None:
 
 
 def _settings_in(text: str, resolved: ResolvedSettings) -> list[str]:
-    """Return the settings behind the flags of a text that stand in the environment or in the user's file."""
+    """Return the settings behind the flags of a text that stand in the environment or in a file of the user's."""
     names = (found[1].replace("-", "_") for found in _FLAG.finditer(text))
     return [name for name in names if name in resolved.origins and _is_stored(resolved.origins[name])]
 
 
 def _is_stored(origin: Origin) -> bool:
-    return origin.kind in ("environment", "file")
+    return origin.kind in ("environment", "file", "preset")
 
 
 def _renamed(text: str, name: str, origin: Origin) -> str:

@@ -12,6 +12,7 @@ import difflib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,17 +25,20 @@ from localllm.errors import (
     BusyError,
     EngineClosedError,
     EngineGoneError,
+    Fix,
     LocalLLMError,
     ModelChangedError,
     ModelNotFoundError,
     ModelUnusableError,
+    SettingsError,
 )
 from localllm.registry import load_registry
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
+from localllm.runtime.presets import Preset, find_preset, preset_names
 from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
-from localllm.runtime.selection import Selection, locate, told_of, with_defaults
-from localllm.runtime.served_model import ServedModel, own_name
+from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults
+from localllm.runtime.served_model import AskedModel, ServedModel, own_name
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
@@ -65,6 +69,7 @@ class ModelPool:
         resolved: ResolvedSettings,
         launch: LaunchEngine,
         *,
+        preset: str | None = None,
         aliases: Sequence[str] = (),
         also: Sequence[Selection] = (),
         idle_s: float | None = None,
@@ -73,6 +78,7 @@ class ModelPool:
     ) -> None:
         """
         resolved: the settings of other models than the first, before a model's own defaults
+        preset: of the first model, which requests that name no model ask for
         aliases: more names of the first
         also: others that are known by name
         idle_s: as `ResidentModels` has it
@@ -83,6 +89,7 @@ class ModelPool:
         self.models = self.residents.models
         self.started_at = time.time()
         self.on_demand = on_demand
+        self.preset = preset
         self._note = note
         self.first = self._added(first, aliases)
         for each in also:
@@ -96,14 +103,30 @@ class ModelPool:
 
     # Which model
 
+    async def asked(self, name: str | None) -> AskedModel:
+        """Return the model of that name, or of the preset of that name; None: what the server was started with. Raises
+        ModelNotFoundError for one that is not on this disk, and as `preset_of`."""
+        name = self.preset if name is None else name
+        known = self.first if name is None else self.known(name.removesuffix(":latest"))
+        if name is None or known is not None or not self.on_demand:
+            served = known or await self._found(name or "")
+            return AskedModel(served, served.selection)
+        preset = await self.on_disk(lambda: self.preset_of(name))
+        if preset is None:
+            served = await self._found(name)
+            return AskedModel(served, served.selection)
+        served = self.known(preset.model) or await self.find_own(preset.model)
+        files = served.selection.files
+        chosen = await self.on_disk(lambda: with_defaults(preset.over(self._resolved), files))
+        return AskedModel(served, replace(chosen, preset=preset))
+
     async def find(self, name: str | None) -> ServedModel:
-        """Return the model of that name; None: the first. Raises ModelNotFoundError for one that is not on this
-        disk."""
-        if name is None:
-            return self.first
+        """Return the model that is asked for. Raises as `asked`."""
+        return (await self.asked(name)).served
+
+    async def _found(self, name: str) -> ServedModel:
+        """Return the model of that name, which is not known yet."""
         bare = name.removesuffix(":latest")
-        if (known := self.known(bare)) is not None:
-            return known
         selection = await self.on_disk(lambda: self._installed(bare))
         if selection is None:
             raise await self.on_disk(lambda: self._not_found(name))
@@ -128,7 +151,7 @@ class ModelPool:
         try:
             return await self.find(word)
         except ModelNotFoundError:
-            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            selection = await self.on_disk(lambda: selected(self._resolved, word))
             return self._added(selection)
 
     async def find_files(self, word: str, directory: Path) -> ServedModel | None:
@@ -137,7 +160,7 @@ class ModelPool:
             if each.selection.files.directory.resolve() == directory:
                 return each
         with contextlib.suppress(LocalLLMError):
-            selection = await self.on_disk(lambda: with_defaults(self._resolved, locate(self._resolved, word)))
+            selection = await self.on_disk(lambda: selected(self._resolved, word))
             if selection.files.directory.resolve() == directory:
                 return self._added(selection)
         return None
@@ -165,18 +188,38 @@ class ModelPool:
         rows = [row for row in hub.list_models() if row.directory is not None and not row.partial_bytes]
         return [row for row in rows if row.directory not in known and self.known(row.name) is None]
 
+    def preset_of(self, name: str) -> Preset | None:
+        """Return the preset of that name; None where there is none, or a model is called so. Reads the disk. Raises
+        ModelUnusableError for one that cannot be understood: where its file is, clients are not told."""
+        if not self.on_demand or self.known(name.removesuffix(":latest")) is not None:
+            return None
+        try:
+            return find_preset(name)
+        except SettingsError as error:
+            what, why = f"the preset {name[:80]} cannot be used", "its file cannot be understood"
+            raise ModelUnusableError(what, why=why, fix=Fix.command("preset", "show", name), code=error.code) from None
+
+    def presets(self) -> list[Preset]:
+        """Return the presets that can be asked for; those that cannot be understood are left out."""
+        found = []
+        for name in preset_names():
+            with contextlib.suppress(LocalLLMError):
+                found.append(self.preset_of(name))
+        return [preset for preset in found if preset is not None]
+
     def _installed(self, name: str) -> Selection | None:
         """Find an installed model by its name alone: a client's word is not a path to look at."""
         row = next((row for row in self.others() if row.is_called(name)), None)
         if row is None:
             return None
         with contextlib.suppress(ModelNotFoundError):
-            return with_defaults(self._resolved, locate(self._resolved, row.name))
+            return selected(self._resolved, row.name)
         return None
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         served = [name for each in self.models for name in each.names]
-        names = {each.casefold(): each for each in (*served, *(row.name for row in self.others()))}
+        presets = preset_names() if self.on_demand else []
+        names = {each.casefold(): each for each in (*served, *presets, *(row.name for row in self.others()))}
         near = difflib.get_close_matches(name[:200].casefold(), names, n=1, cutoff=_NEAR)
         first, more = ", ".join(list(names.values())[:_MOST_NAMED]), len(names) - _MOST_NAMED
         what, why = f"the model {name[:200]!r} is not served here", f"this server has {first}"
@@ -300,8 +343,8 @@ class ModelPool:
             await asyncio.to_thread(model.handle.close)
             model.handle = None
         if self.on_demand:
-            files = model.selection.files  # with what they recommend now
-            model.selection = await self.on_disk(lambda: with_defaults(self._resolved, hub.current(files)))
+            before = model.selection  # with what its files recommend now
+            model.selection = await self.on_disk(lambda: renewed(before, hub.current(before.files)))
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Foreseen]()
 
         def foreseen(what: Foreseen) -> None:

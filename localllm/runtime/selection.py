@@ -1,17 +1,19 @@
-"""The model that is worked with: its files, and its settings."""
+"""The model that is worked with: its files, and its settings. Here a word becomes both, a preset's name among them."""
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import ResolvedSettings
-from localllm.errors import BugError, LocalLLMError, ModelNotFoundError, UnsupportedModelError
+from localllm.config import DEFAULT, ResolvedSettings
+from localllm.errors import BugError, Fix, LocalLLMError, ModelNotFoundError, UnsupportedModelError
 from localllm.registry import BUILT_IN, SAMPLING_KEYS, with_model_defaults
-from localllm.runtime.error_origins import with_origins
+from localllm.runtime.error_origins import named, with_origins
+from localllm.runtime.presets import Preset, choose, is_preset, preset_names
 from localllm.settings import SamplingSettings, Settings
 
 if TYPE_CHECKING:
@@ -24,10 +26,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Selection:
-    """A model on this disk, and the settings with the model's own defaults filled in."""
+    """A model on this disk, and the settings with the model's own defaults filled in.
+
+    preset: by whose name it was chosen, and whose settings are among these.
+    """
 
     files: ModelFiles
     resolved: ResolvedSettings
+    preset: Preset | None = None
 
     @property
     def settings(self) -> Settings:
@@ -44,6 +50,11 @@ class Selection:
         is_folder = self.files.repo is None and self.files.gguf is None and self.files.name != BUILT_IN
         return str(self.files.directory.absolute()) if is_folder else self.files.name
 
+    @property
+    def word(self) -> str:
+        """What was named: the preset, or the model."""
+        return self.preset.name if self.preset is not None else self.model_name
+
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the sampling parameters: the settings and `extra`, with a random seed where none is set.
 
@@ -56,8 +67,15 @@ class Selection:
         return SamplingParams(**chosen, **extra)
 
 
-def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool = True) -> ModelFiles:
-    """The files of the model `word`, or of the one that the settings name. Uses no network.
+def selected(resolved: ResolvedSettings, word: str | None) -> Selection:
+    """The model `word`, or the one that the settings name, and what it or its preset adds to these settings. Uses no
+    network. Raises ModelNotFoundError, SettingsError, CheckpointError."""
+    chosen, preset = choose(resolved, word)
+    return replace(with_defaults(chosen, locate(chosen)), preset=preset)
+
+
+def locate(resolved: ResolvedSettings, *, needs_config: bool = True) -> ModelFiles:
+    """The files of the model that the settings name. Uses no network.
 
     needs_config: as `hub.locate` has it. Raises ModelNotFoundError.
     """
@@ -65,13 +83,15 @@ def locate(resolved: ResolvedSettings, word: str | None, *, needs_config: bool =
 
     settings = resolved.settings
     try:
-        return hub.locate(settings.model if word is None else word, offline=settings.offline, needs_config=needs_config)
+        return hub.locate(settings.model, offline=settings.offline, needs_config=needs_config)
     except ModelNotFoundError as error:
         origin = resolved.origins["model"]
-        if word is None and origin.kind != "default":
+        if origin.kind not in ("default", "flag"):
             error.why = f"the setting `model` in {origin.where} names it; {error.why}"
             if not any(fix.runs("pull") for fix in error.fixes):
                 error.fix = f"write another name there, or on the line: localllm run {BUILT_IN} -p TEXT"
+        if near := difflib.get_close_matches(settings.model, preset_names(), n=1):
+            error.fix = [Fix.model(settings.model, near[0]), *error.fixes]
         raise
 
 
@@ -89,10 +109,12 @@ def require_weights(files: ModelFiles) -> None:
 
 
 def is_model(word: str) -> bool:
-    """Return whether the word names a model: one of the registry, ORG/REPOSITORY, or a folder that is there."""
+    """Return whether the word names a model: a preset, one of the registry, ORG/REPOSITORY, or a folder."""
     from localllm.hub.names import understand
     from localllm.registry import load_registry
 
+    if is_preset(word):
+        return True
     try:
         understand(word, load_registry())
     except ModelNotFoundError:
@@ -105,15 +127,11 @@ def with_defaults(resolved: ResolvedSettings, files: ModelFiles) -> Selection:
     return Selection(files, _with_model_defaults(resolved, files.entry, files))
 
 
-def named(error: LocalLLMError, files: ModelFiles | None) -> LocalLLMError:
-    """The error with the model's name where its fix says MODEL. What was not fetched cannot be fetched anew."""
-    if files is None:
-        return error
-    copy = "reinstall localllm" if files.name == BUILT_IN else files.copied_anew
-    error.fix = [
-        copy if fix.kind == "refetch" and files.repo is None else fix.with_model(files.name) for fix in error.fixes
-    ]
-    return error
+def renewed(selection: Selection, files: ModelFiles) -> Selection:
+    """The same with what the model's files recommend now. Raises CheckpointError."""
+    old = [name for name, origin in selection.resolved.origins.items() if origin.kind in ("registry", "checkpoint")]
+    unset = {name: (getattr(Settings(), name), DEFAULT) for name in old}
+    return replace(with_defaults(selection.resolved.overlaid(unset), files), preset=selection.preset)
 
 
 def told_of(error: Exception, files: ModelFiles | None, resolved: ResolvedSettings) -> LocalLLMError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localllm.engine.engine_info import EngineFacts
@@ -57,11 +58,6 @@ class ServedModel:
         )
 
     @property
-    def evicts(self) -> bool:
-        """Whether the oldest turns leave a conversation that is too long."""
-        return self.selection.settings.overflow == "evict"
-
-    @property
     def is_loading(self) -> bool:
         return self.handle is not None and not self.handle.is_settled
 
@@ -94,6 +90,31 @@ class ServedModel:
         if self.handle is None:
             raise EngineClosedError("the engine has been closed")
         return self.handle
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A model as a request names it: by a name of its own, or by a preset, which shares its engine.
+
+    selection: the settings where the request says nothing.
+    """
+
+    served: ServedModel
+    selection: Selection
+
+    @property
+    def name(self) -> str:
+        preset = self.selection.preset
+        return self.served.name if preset is None else preset.name
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the oldest turns leave a conversation that is too long."""
+        return self.selection.settings.overflow == "evict"
+
+    def engine(self) -> LoadedEngine:
+        """Raises BusyError where it is not loaded."""
+        return self.served.engine()
 
     def sampling(self) -> SamplingParams:
         """Return how tokens are sampled where a request does not say."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, tuple[Any, ...]], None]
 
-_CHOSEN = ("flag", "environment", "file")
+_CHOSEN = ("flag", "preset", "environment", "file")
 _MENDING = " To fix it: "  # as `server.errors` writes it
 _REPLY_S = 30.0  # for what the server answers at once
 _AGAIN_S = 0.5  # between two questions whether a model is loaded

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from localllm.config import format_bytes
 from localllm.engine.engine_info import EngineFacts, EngineStatus
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.runtime.engine_client import EngineClient
@@ -21,6 +19,7 @@ from localllm.server.bodies import Body
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import KeepAlive, keep_seconds
+from localllm.server.model_server import other_settings
 from localllm.server.replies import JsonReply
 from localllm.version import __version__
 
@@ -93,7 +92,7 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
         raise _refused(f"the server finds another model by the name {body.model}")
     if body.private and not served.selection.private:
         raise _refused("the server stores computed prompts on the disk, which --private rules out")
-    if (other := await _other_settings(served, body.settings)) is not None:
+    if (other := await other_settings(served, body.settings)) is not None:
         raise _refused(other)
     if not body.waits:
         return JsonReply({"name": served.name, "socket": "", "pid": None})
@@ -102,27 +101,6 @@ async def attach(call: ApiCall, body: AttachBody) -> Response:
     if not isinstance(handle, EngineClient) or handle.peer.socket_path is None:
         raise _refused("the engine of the server cannot be reached from outside")
     return JsonReply({"name": served.name, "socket": str(handle.peer.socket_path), "pid": handle.peer.pid})
-
-
-async def _other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
-    """Return how the engine differs from what is wanted: by its settings, or by what it chose where they are open."""
-    engine, became = served.engine_if_loaded, dict[str, Any]()
-    if wanted and engine is not None:
-        with suppress(LocalLLMError):  # it has just been killed
-            facts = await asyncio.to_thread(engine.facts)
-            became = {"weights": facts.weights.partition("-")[0], "kv": facts.kv, "ctx": facts.ctx}
-    for name, value in wanted.items():
-        has = getattr(served.selection.settings, name, None)
-        is_open = has in (None, "auto")
-        if value not in (has, became.get(name, has)):
-            what = became.get(name, "") if is_open else has
-            differs = f"has {name} {_shown(name, what)}" if what else f"chooses {name} itself"
-            return f"the server's engine {differs}, and this command asks for {_shown(name, value)}"
-    return None
-
-
-def _shown(name: str, value: Any) -> str:
-    return format_bytes(value) if value and name in ("ram", "vram", "cache_disk") else str(value)
 
 
 def _refused(why: str) -> RequestError:

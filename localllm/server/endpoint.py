@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.runtime.model_pool import ModelPool
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.bodies import Body, ReplyBody
 from localllm.server.errors import Dialect, dialect_of
 from localllm.server.fields import KeepAlive, keep_seconds
@@ -39,6 +39,10 @@ class ApiCall:
     async def model(self, name: str | None, keep_alive: KeepAlive = None) -> ServedModel:
         """Return the requested model, loaded. keep_alive: as requests have it. Raises RequestError."""
         return await self.server.model(name, keep_seconds(keep_alive))
+
+    async def asked(self, name: str | None, keep_alive: KeepAlive = None) -> AskedModel:
+        """As `model`, with the settings that its name stands for."""
+        return await self.server.asked(name, keep_seconds(keep_alive))
 
 
 Handler = Callable[[ApiCall, Any], Awaitable[Response]]

@@ -34,6 +34,7 @@ from localllm.text.tokenizer_files import SPECIAL_ROLES
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
+    from localllm.runtime.presets import Preset
     from localllm.text.eviction import Message
 
 _NOT_FOR_CLIENTS = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", *SPECIAL_ROLES}
@@ -132,6 +133,22 @@ def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest
     return PreparedRequest(
         requests, lambda: output.parser(is_thinking=is_thinking, has_form=has_form), fitted.evicted.turns
     )
+
+
+def under_preset(request: GenerationRequest, preset: Preset | None) -> GenerationRequest:
+    """Return the request with what the preset has in place of what it does not say: system message, effort, context.
+    How tokens are sampled is in it already."""
+    if preset is None:
+        return request
+    values, prompt, effort = preset.values, request.prompt, request.effort
+    if isinstance(prompt, ChatInput):
+        has_system = any(message["role"] in ("system", "developer") for message in prompt.messages)
+        if (system := values.get("system")) and not has_system:
+            prompt = replace(prompt, messages=[{"role": "system", "content": system}, *prompt.messages])
+        if effort is None and (think := values.get("think")):
+            effort = "none" if think == "off" else think
+            request = replace(request, effort_field=f"think of the preset {preset.name}")
+    return replace(request, prompt=prompt, effort=effort, num_ctx=request.num_ctx or values.get("ctx"))
 
 
 def _engine_request(request: GenerationRequest, ids: tuple[int, ...], ctx: int, engine: LoadedEngine) -> Request:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.thoughts import may_think
+from localllm.config import format_bytes
 from localllm.engine.validation import require_same
-from localllm.errors import EngineGoneError, GrammarError, TemplateError
+from localllm.errors import EngineGoneError, Fix, GrammarError, LocalLLMError, TemplateError
 from localllm.runtime.model_pool import ModelPool
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.access_log import Metrics
 from localllm.server.errors import RequestError, busy
-from localllm.server.generation_request import GenerationRequest, PreparedRequest, joined, no_form, prepare
+from localllm.server.generation_request import (
+    GenerationRequest,
+    PreparedRequest,
+    joined,
+    no_form,
+    prepare,
+    under_preset,
+)
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.tool_grammars import schema_source
+from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
@@ -122,6 +131,14 @@ class ModelServer:
         await self.make_ready(model, keep_s)
         return model
 
+    async def asked(self, name: str | None, keep_s: float | None = None) -> AskedModel:
+        """As `model`, with the settings that its name stands for. Raises RequestError, too, for a preset that wants
+        another engine than the model's."""
+        asked = await self.pool.asked(name)
+        await self.make_ready(asked.served, keep_s)
+        await refuse_other_engine(asked)
+        return asked
+
     async def make_ready(self, model: ServedModel, keep_s: float | None = None) -> None:
         """As `model`, for one that was found."""
         if not self.pool.on_demand:
@@ -149,10 +166,11 @@ class ModelServer:
 
         return give_back
 
-    async def ask(self, model: ServedModel, *requests: GenerationRequest) -> GenerationStream:
+    async def ask(self, asked: AskedModel, *requests: GenerationRequest) -> GenerationStream:
         """Begin to answer all requests, or none. Raises RequestError where too many wait, and what `prepare` does."""
+        model, preset = asked.served, asked.selection.preset
         places = self.take_places(model, sum(each.best_of.rows(each.n) for each in requests))
-        return await self.answer(model, requests, places)
+        return await self.answer(model, [under_preset(each, preset) for each in requests], places)
 
     async def answer(
         self, model: ServedModel, requests: Sequence[GenerationRequest], closed: Callable[[], None]
@@ -218,6 +236,43 @@ class ModelServer:
         """End what runs, and wait a moment for it, when the loop has ended."""
         self.pool.close()
         self.grammar_checks.close()
+
+
+async def refuse_other_engine(asked: AskedModel) -> None:
+    """Raises RequestError for a preset whose settings the model's engine does not have: it is loaded once."""
+    preset = asked.selection.preset
+    if preset is None:
+        return
+    names = [each.name for each in fields(EngineConfig) if each.name != "ctx"]  # which a request may have less of
+    wanted = {name: preset.values[name] for name in names if name in preset.values}
+    other = await other_settings(asked.served, wanted)
+    if other is None and preset.values.get("overflow") == "grow":
+        other = "the contexts of a server do not grow, and this preset has overflow = grow"
+    if other is not None:
+        fix = Fix.command("serve", preset.name) if wanted else Fix.command("run", preset.name)
+        what = f"the preset {preset.name} cannot be served"
+        raise RequestError(400, what, why=other, fix=fix, param="model", name="unsupported_value")
+
+
+async def other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str | None:
+    """Return how the engine differs from what is wanted: by its settings, or by what it chose where they are open."""
+    engine, became = served.engine_if_loaded, dict[str, Any]()
+    if wanted and engine is not None:
+        with contextlib.suppress(LocalLLMError):  # it has just been killed
+            facts = await asyncio.to_thread(engine.facts)
+            became = {"weights": facts.weights.partition("-")[0], "kv": facts.kv, "ctx": facts.ctx}
+    for name, value in wanted.items():
+        has = getattr(served.selection.settings, name, None)
+        is_open = has in (None, "auto")
+        if value not in (has, became.get(name, has)):
+            what = became.get(name, "") if is_open else has
+            differs = f"has {name} {_shown(name, what)}" if what else f"chooses {name} itself"
+            return f"the server's engine {differs}, and this command asks for {_shown(name, value)}"
+    return None
+
+
+def _shown(name: str, value: Any) -> str:
+    return format_bytes(value) if value and name in ("ram", "vram", "cache_disk") else str(value)
 
 
 def capabilities(directory: Path) -> list[str]:

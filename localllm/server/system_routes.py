@@ -19,7 +19,7 @@ from localllm.server.bodies import Body, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import busy
 from localllm.server.fields import MAX_MESSAGES
-from localllm.server.generation_request import template_input
+from localllm.server.generation_request import GenerationRequest, template_input, under_preset
 from localllm.server.openai.prompt import OpenAIMessage, Tools, chat_messages, chosen
 from localllm.server.replies import JsonReply
 from localllm.text.chat_template import ChatInput, ChatTemplate
@@ -126,11 +126,12 @@ async def metrics(call: ApiCall, _body: None) -> Response:
 
 async def props(call: ApiCall, _body: None) -> JsonReply:
     """Describe the model; one that was unloaded as it was, asleep. It is not loaded for this."""
-    served = call.pool.first
+    asked = await call.pool.asked(None)
+    served = asked.served
     engine = served.engine_if_loaded
     if engine is None and (call.pool.is_starting or served.is_loading):
         served.engine()
-    sampling, directory = served.sampling(), served.selection.files.directory
+    sampling, directory = asked.sampling(), served.selection.files.directory
     ctx, weights = (
         (served.last_facts.ctx, served.last_facts.weights) if engine is None else (engine.ctx, engine.weights)
     )
@@ -141,7 +142,7 @@ async def props(call: ApiCall, _body: None) -> JsonReply:
         Props(
             default_generation_settings=GenerationSettings(n_ctx=ctx, params=params),
             total_slots=call.server.capacity.parallel,
-            model_alias=served.name,
+            model_alias=asked.name,
             chat_template=template,
             bos_token=tokens.get("bos_token", ""),
             eos_token=tokens.get("eos_token", ""),
@@ -229,12 +230,14 @@ async def detokenize(call: ApiCall, body: DetokenizeBody) -> JsonReply:
 
 async def apply_template(call: ApiCall, body: TemplateBody) -> JsonReply:
     """Return the prompt of a chat, special tokens written out. Raises TemplateError."""
-    served = await call.model(body.model)
-    engine = served.engine()
+    asked = await call.asked(body.model)
+    engine = asked.engine()
     generation = body.add_generation_prompt is not False
     given = ChatInput(chat_messages(body.messages), None, generation, body.chat_template_kwargs or {})
+    prompt = under_preset(GenerationRequest(given), asked.selection.preset).prompt
+    assert isinstance(prompt, ChatInput)
     tools = chosen(body.tools, None, None)
-    text = await call.pool.off_loop(lambda: engine.template.render_chat(template_input(given, tools, engine)))
+    text = await call.pool.off_loop(lambda: engine.template.render_chat(template_input(prompt, tools, engine)))
     return JsonReply(PromptReply(prompt=text))
 
 

@@ -25,7 +25,7 @@ from localllm.errors import BugError, ContextOverflowError, LocalLLMError, Usage
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.fit_check import machine_line
 from localllm.runtime.plan_request import with_changes
-from localllm.runtime.selection import Selection, locate, told_of, with_defaults
+from localllm.runtime.selection import Selection, selected, told_of
 from localllm.tui import messages
 from localllm.tui.answer_worker import AnswerWorker
 from localllm.tui.history_worker import past_questions
@@ -255,8 +255,7 @@ class ChatWorker:
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:
         """Load another model, or this one with `changes` of its settings, as a file would have them."""
         resolved = with_changes(self.resolved, changes or {})
-        word = word if word is not None else self.session.selection.model_name
-        selection = with_defaults(resolved, locate(resolved, word))
+        selection = selected(resolved, self.session.selection.word if word is None else word)
         self._load(selection)  # first: where it cannot be, all stays as it is
         self.resolved = resolved
         self.session.use_model(selection)

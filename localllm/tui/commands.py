@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("", "show where the model is placed, and how other settings would change that"),
     "save": SHARED["save"],
     "export": Command("PATH", "export the chat as Markdown (.md), or with all its branches (.json)"),
-    "load": SHARED["load"],
+    **{name: SHARED[name] for name in ("load", "preset")},
     "set": SHARED["set"],
     "think": SHARED["think"],
     "show": Command("", "show model, context, system message and settings"),

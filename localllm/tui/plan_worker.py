@@ -18,9 +18,9 @@ from textual.worker import get_current_worker
 from localllm.config import ResolvedSettings
 from localllm.engine.events import ignore
 from localllm.errors import LocalLLMError
-from localllm.runtime.error_origins import with_origins
+from localllm.runtime.error_origins import named, with_origins
 from localllm.runtime.plan_request import Goal, considered, with_changes
-from localllm.runtime.selection import Selection, named, told_of
+from localllm.runtime.selection import Selection, told_of
 from localllm.tui.chat_worker import ChatWorker
 
 if TYPE_CHECKING:

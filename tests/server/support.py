@@ -159,6 +159,7 @@ def running(
     load: Callable[[], Engine] | None = None,
     in_processes: bool = False,
     also: Sequence[Path] = (),
+    preset: str | None = None,
     idle_s: float | None = None,
     with_metrics: bool = True,
     send_bytes: int | None = None,
@@ -184,7 +185,8 @@ def running(
         return EngineThread(load or (lambda: opened(selection)))
 
     others = [with_defaults(resolved, hub.locate(str(folder))) for folder in also]
-    pool = ModelPool(selection, resolved, launch, aliases=aliases, also=others, idle_s=idle_s, note=log.append)
+    named = {"preset": preset, "aliases": aliases, "also": others}
+    pool = ModelPool(selection, resolved, launch, **named, idle_s=idle_s, note=log.append)  # type: ignore[arg-type]
     server = ModelServer(pool, capacity)
     sock = bound("127.0.0.1", 0)
     if send_bytes is not None:

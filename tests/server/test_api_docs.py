@@ -23,7 +23,7 @@ def section_of(endpoint: Endpoint) -> str:
 
 
 def fields_of(body: type[Body]) -> Iterator[str]:
-    yield from body.model_fields
+    yield from (field.alias or name for name, field in body.model_fields.items())
     yield from body.why
 
 

@@ -23,7 +23,7 @@ from localllm.engine.request import Request, SamplingParams
 from localllm.errors import EngineGoneError, EngineStuckError, ModelChangedError
 from localllm.runtime import server_client
 from localllm.runtime.renewed_client import RenewedClient
-from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.selection import selected
 from localllm.runtime.server_client import Server, ServerEngine, attached
 from localllm.runtime.watchdog import Patience
 from tests.cli_support import environment, fork_cli, start_cli, write_checkpoint
@@ -70,7 +70,7 @@ class Home:
         """A client of the server's engine, in this process."""
         monkeypatch.setenv("LOCALLLM_HOME", environment(self.path)["LOCALLLM_HOME"])
         resolved = load_settings({}, environ={})
-        return attached(with_defaults(resolved, locate(resolved, str(model))), lambda _text: None)
+        return attached(selected(resolved, str(model)), lambda _text: None)
 
 
 @contextmanager

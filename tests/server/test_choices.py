@@ -94,7 +94,7 @@ def test_beams_find_what_the_engine_finds(server: Running, path: str) -> None:
     engine = server.engine
     ids = engine.encode(STORY if path == "/v1/completions" else OWL)  # type: ignore[arg-type]
     alone = Engine.load("tiny", EngineConfig(dtype="fp32"), reuse=NO_REUSE, limits=Limits(max_sequences=1))
-    stops = server.served.sampling().stop
+    stops = server.served.selection.sampling().stop
     sampling = SamplingParams(temperature=0, max_tokens=12, stop=stops)
     request = Request(tuple(ids), sampling, beams=4, num_answers=3, length_penalty=0.5, early_stopping=True)
     (heard,) = answered(alone, request)

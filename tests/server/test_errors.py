@@ -172,7 +172,7 @@ def test_a_model_is_known_by_the_name_of_its_repository(own: Running, monkeypatc
 
 LISTED = "GET /openapi.json lists all of them"
 NOWHERE = {"/v1/chat/completion": "ask for /v1/chat/completions", "/health/": "ask for /health"}
-NOWHERE |= {"/api/copy": LISTED, "/" + "x" * 5000: LISTED}
+NOWHERE |= {"/api/nowhere": LISTED, "/" + "x" * 5000: LISTED}
 
 
 @pytest.mark.parametrize(("path", "fix"), NOWHERE.items(), ids=["misspelt", "a folder", "another", "long"])

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from localllm.engine.request import Request, SamplingParams
+from localllm.runtime.served_model import AskedModel
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import PreparedRequest, joined
 from tests.server.support import OWL, Json, Patch, Running, Says
@@ -177,8 +178,8 @@ def test_a_context_that_is_not_needed_may_be_longer_than_the_servers(server: Run
 
 
 def test_a_stop_text_comes_to_those_of_the_model(server: Running, monkeypatch: Patch) -> None:
-    own = replace(server.served.sampling(), stop=(" a",))
-    monkeypatch.setattr(server.served, "sampling", lambda: own)
+    own = replace(server.served.selection.sampling(), stop=(" a",))
+    monkeypatch.setattr(AskedModel, "sampling", lambda _: own)
     asked = {"messages": OWL, "temperature": 0, "max_tokens": 20, "stop": "there is no such text"}
     reply = server.answer(PATH, asked)["choices"][0]
     assert " a" not in reply["message"]["content"] and reply["finish_reason"] == "stop"

@@ -59,6 +59,8 @@ BODIES: Mapping[str, Json] = {
     "/api/show": {"model": "hermit"},
     "/api/delete": {"model": "hermit"},
     "/api/pull": {"model": "hermit"},
+    "/api/create": {"model": "hermit", "from": "hermit"},
+    "/api/copy": {"source": "hermit", "destination": "hermit"},
     "/tokenize": {"content": "Once"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": OWL},
@@ -99,6 +101,7 @@ def downloads(tmp_path_factory: pytest.TempPathFactory, outside: Path) -> Iterat
     (folder / "models--linked--store").symlink_to(outside)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
+        patch.setenv("LOCALLLM_HOME", str(tmp_path_factory.mktemp("home")))  # presets are made there
         yield folder
 
 

@@ -24,7 +24,7 @@ from localllm.engine.request import Request
 from localllm.errors import Fix
 from localllm.history import History, history_file
 from localllm.runtime.engine_handle import RequestStream
-from localllm.runtime.selection import Selection, locate, with_defaults
+from localllm.runtime.selection import Selection, selected
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp, Start
 from localllm.tui.messages import Post
@@ -190,7 +190,7 @@ def chat_app(service: Any = None, resumed: Resumed | None = None, **settings: An
         if name in settings
     }
     resolved = load_settings(settings)
-    selection = with_defaults(resolved, locate(resolved, None))
+    selection = selected(resolved, None)
     serve: Any = service if service is not None else FakeService()
     return ChatApp(Start(selection, resolved, resumed, **start), serve)
 

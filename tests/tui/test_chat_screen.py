@@ -13,6 +13,7 @@ from textual.widgets import Input
 from localllm.chat.recorder import look_up
 from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.history import History, history_file
+from localllm.runtime.presets import find_preset, save_preset
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.app import ChatApp
 from localllm.tui.key_scopes import key_scopes
@@ -505,3 +506,20 @@ async def test_a_private_chat_is_not_kept_and_says_so() -> None:
     async with chatting(private=True, asked="one") as (app, _):
         assert "private: nothing is saved" in shown(app)
     assert not history_file().exists()
+
+
+# Presets
+
+
+async def test_a_preset_is_taken_like_a_model_and_saved_from_a_chat() -> None:
+    save_preset("mario", {"model": "tiny", "system": "You are Mario.", "top_k": 3}, replaces=False)
+    async with chatting(FakeService(["A fox."]), asked="Who are you?") as (app, pilot):
+        session = app.chat.worker.session
+        await command(pilot, "/model mario", until=lambda: session.selection.word == "mario")
+        assert session.dialogue.system is None  # of the next conversation
+        await command(pilot, "/clear", until=lambda: session.dialogue.system == "You are Mario.")
+        await command(pilot, "/preset save again", until=lambda: find_preset("again"))
+        await command(pilot, "/model tiny", until=lambda: session.selection.settings.top_k is None)
+    found = find_preset("again")
+    assert found is not None
+    assert found.values == {"model": "tiny", "system": "You are Mario.", "top_k": 3}

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.config import load_settings
 from localllm.errors import DoesNotFitError
-from localllm.runtime.selection import locate, with_defaults
+from localllm.runtime.selection import selected
 from localllm.text.chat_template import ChatTemplate
 from localllm.tui.widgets.message_view import AnswerView
 from tests.thinning import one_in
@@ -136,7 +136,7 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
 
     engine = FakeEngine(template=ChatTemplate("{{ raise_exception('no user message') }}"))
     resolved = load_settings({"private": True})
-    session = ChatSession(with_defaults(resolved, locate(resolved, None)), None, {}, system="Be brief.")  # type: ignore[arg-type]
+    session = ChatSession(selected(resolved, None), None, {}, system="Be brief.")  # type: ignore[arg-type]
     session.use_engine(FakeService(), engine)  # type: ignore[arg-type]
     assert session.usage().used == len("Be brief.")
 

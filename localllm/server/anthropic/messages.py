@@ -14,7 +14,7 @@ from localllm.server.bodies import Absent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, body_of
 from localllm.server.fields import overlaid
-from localllm.server.generation_request import prompt_ids
+from localllm.server.generation_request import prompt_ids, under_preset
 from localllm.server.replies import AnswerWriter, JsonReply, event, new_id, replied
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.server.tools.tool_parser import partial_object
@@ -99,20 +99,20 @@ class TokenCount(ReplyBody):
 
 async def messages(call: ApiCall, body: MessagesBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
-    sampling = overlaid(served.sampling(), {**given, "stop": body.stop_sequences or None})
-    answers = await call.server.ask(served, replace(request_of(body), sampling=sampling, evicts=served.evicts))
+    sampling = overlaid(asked.sampling(), {**given, "stop": body.stop_sequences or None})
+    answers = await call.server.ask(asked, replace(request_of(body), sampling=sampling, evicts=asked.evicts))
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    name, num_prompt_tokens = body.model or served.name, answers.num_prompt_tokens
+    name, num_prompt_tokens = body.model or asked.name, answers.num_prompt_tokens
     writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
     return await replied(answers, writer, is_streamed=body.stream)
 
 
 async def count_tokens(call: ApiCall, body: AnthropicPromptBody) -> JsonReply:
     """Count any prompt, also one that is too long. Raises what refuses it."""
-    served = await call.model(body.model, body.keep_alive)
-    engine, request = served.engine(), request_of(body)
+    asked = await call.asked(body.model, body.keep_alive)
+    engine, request = asked.engine(), under_preset(request_of(body), asked.selection.preset)
     ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(TokenCount(input_tokens=len(ids)))
 

@@ -27,10 +27,22 @@ class NamedBody(Body):
     @property
     def bare_name(self) -> str:
         """The name without Ollama's tag. Raises RequestError where there is no name."""
-        name = (self.model or self.name or "").removesuffix(_TAG)
+        name = bare(self.model or self.name or "")
         if not name:
             raise RequestError(400, "model: field required", param="model", name="missing_required_parameter")
         return name
+
+
+class StatusLine(ReplyBody):
+    """What is being done to a model. digest: identifies a file. total, completed: its bytes."""
+
+    status: str
+    digest: Absent[str] = None
+    total: Absent[int] = None
+    completed: Absent[int] = None
+
+
+SUCCESS = StatusLine(status="success")
 
 
 class OllamaHead(ReplyBody):
@@ -50,6 +62,11 @@ class OllamaEnd(ReplyBody):
     prompt_eval_duration: Absent[int] = None
     eval_count: Absent[int] = None
     eval_duration: Absent[int] = None
+
+
+def bare(name: str) -> str:
+    """Return a name without Ollama's tag."""
+    return name.removesuffix(_TAG)
 
 
 def tagged(name: str) -> str:

@@ -217,11 +217,11 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
 async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
     """Load the model, or unload it where it is to stay for no time."""
     if fields.keep_seconds(body.keep_alive) == 0:
-        served, reason = await call.pool.find(body.model), "unload"
-        await call.pool.residents.leave(served)
+        asked, reason = await call.pool.asked(body.model), "unload"
+        await call.pool.residents.leave(asked.served)
     else:
-        served, reason = await call.model(body.model, body.keep_alive), "load"
-    name, created_at, is_chat = body.model or served.name, time_text(), isinstance(body, OllamaChatBody)
+        asked, reason = await call.asked(body.model, body.keep_alive), "load"
+    name, created_at, is_chat = body.model or asked.name, time_text(), isinstance(body, OllamaChatBody)
     text = {"message": OllamaReplyMessage()} if is_chat else {"response": ""}
     return JsonReply({"model": name, "created_at": created_at, **text, "done": True, "done_reason": reason})
 
@@ -230,7 +230,7 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     """more: fields of the request."""
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     started_ns = time.perf_counter_ns()
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     load_ns = time.perf_counter_ns() - started_ns
     most_logprobs, think, form = body.top_logprobs or 0 if body.logprobs else None, body.think, None
     if body.format or isinstance(body.format, dict):
@@ -242,19 +242,19 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     is_chat = isinstance(body, OllamaChatBody)
     request = GenerationRequest(
         prompt,
-        sampling_of(body.options, served, logprobs=most_logprobs),
+        sampling_of(body.options, asked, logprobs=most_logprobs),
         num_ctx=None if body.options is None else body.options.num_ctx,
         effort=None if isinstance(prompt, str) else effort,
-        evicts=isinstance(body, OllamaChatBody) and (served.evicts if body.truncate is None else body.truncate),
+        evicts=isinstance(body, OllamaChatBody) and (asked.evicts if body.truncate is None else body.truncate),
         grammar=grammar,
         prompt_field="messages" if is_chat else "prompt",
         effort_field="think",
         grammar_field=grammar_field,
         **more,
     )
-    tokenizer = served.engine().tokenizer  # an engine that breaks has none
-    answers = await call.server.ask(served, request)
-    writer = OllamaWriter(body.model or served.name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
+    tokenizer = asked.engine().tokenizer  # an engine that breaks has none
+    answers = await call.server.ask(asked, request)
+    writer = OllamaWriter(body.model or asked.name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
     return await replied(answers, writer, is_streamed=body.stream is not False)
 
 

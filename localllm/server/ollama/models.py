@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from localllm import hub
+from localllm.config import shown_setting
 from localllm.engine.engine_info import EngineFacts
-from localllm.errors import CheckpointError, ModelNotFoundError, TemplateError
+from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, TemplateError
 from localllm.hub.gguf_files import gguf_parameters
 from localllm.hub.names import HubName
 from localllm.hub.quants import quant_of
@@ -25,6 +27,8 @@ from localllm.models.checkpoints.safetensors_header import tensors_of
 from localllm.registry import BUILT_IN, load_registry
 from localllm.runtime.download import fetch
 from localllm.runtime.model_pool import ModelPool
+from localllm.runtime.modelfile import PARAMETERS, modelfile_of
+from localllm.runtime.presets import Preset, delete_preset, is_preset
 from localllm.runtime.selection import sampling_defaults
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
@@ -32,7 +36,7 @@ from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError, body_of, busy
 from localllm.server.fields import optional
 from localllm.server.model_server import capabilities
-from localllm.server.ollama.common import NamedBody, line, tagged, time_text
+from localllm.server.ollama.common import SUCCESS, NamedBody, StatusLine, line, tagged, time_text
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 from localllm.text.chat_template import ChatTemplate
 
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 _SPOKEN = "0.13.0"  # the version of Ollama whose interface this is: some clients want a later one than they found
 _NEVER = "2999-12-31T23:59:59Z"  # when the model is unloaded
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-_PARAMETERS = {"repetition_penalty": "repeat_penalty"}  # as Ollama calls them
+_PARAMETERS = {key: name for name, key in PARAMETERS.items()}  # as Ollama calls them
 _TELL_S = 0.1  # between two lines of one file
 _MOST_PULLS = 4  # at once
 _MOST_WAITING = 100  # lines of a pull that its client has not read
@@ -113,6 +117,7 @@ class OllamaShown(ReplyBody):
     capabilities: list[str]
     modified_at: str
     license: Absent[str] = None
+    system: Absent[str] = None
 
 
 class PullBody(NamedBody):
@@ -125,18 +130,6 @@ class PullBody(NamedBody):
     password: Literal[""] | None = None
     insecure: OnlyFalse | None = None
     stream: bool | None = optional("Default: true.")
-
-
-class PullLine(ReplyBody):
-    """digest: identifies the file. total, completed: its bytes."""
-
-    status: str
-    digest: Absent[str] = None
-    total: Absent[int] = None
-    completed: Absent[int] = None
-
-
-_SUCCESS = PullLine(status="success")
 
 
 class PullStoppedError(Exception):
@@ -153,8 +146,8 @@ async def version(_call: ApiCall, _body: None) -> JsonReply:
 
 
 async def tags(call: ApiCall, _body: None) -> JsonReply:
-    """List the served models under each of their names, and every other on this disk. Raises SettingsError for a broken
-    models.toml."""
+    """List the served models under each of their names, presets, and every other model on this disk. Raises
+    SettingsError for a broken models.toml."""
     pool = call.pool
 
     def listed() -> Iterator[OllamaListed]:
@@ -162,6 +155,9 @@ async def tags(call: ApiCall, _body: None) -> JsonReply:
             with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
                 own = hub.describe(served.selection.model_name)
                 yield from [_listed(pool, name, own) for name in served.names]
+        for preset in pool.presets():
+            with suppress(LocalLLMError, OSError):
+                yield _listed_preset(pool, preset)
         known = {served.selection.files.directory for served in pool.models}
         for row in hub.list_models():
             if row.directory is not None and pool.known(row.name) is None and row.directory not in known:
@@ -190,6 +186,12 @@ async def delete(call: ApiCall, body: NamedBody) -> Response:
     pool, name = call.pool, body.bare_name
 
     def deleted() -> None:
+        if pool.on_demand and pool.known(name) is None and is_preset(name):  # also one that cannot be understood
+            if name.casefold() == (pool.preset or "").casefold():
+                why, fix = "the server was started with it", "stop the server first"
+                raise RequestError(400, f"preset {name!r} cannot be deleted", why=why, fix=fix, param="model")
+            delete_preset(name)
+            return
         row = _installed(name)
         if pool.known(name) is not None or (row is not None and any(_uses(each, row) for each in pool.models)):
             why, fix = "this server uses it", "stop the server first"
@@ -207,7 +209,7 @@ async def pull(call: ApiCall, body: PullBody) -> Response:
     pool, name = call.pool, body.bare_name
     is_streamed = body.stream is not False
     if await pool.on_disk(lambda: _is_here(pool, name)):
-        return Response(line(_SUCCESS), media_type=NDJSON) if is_streamed else JsonReply(_SUCCESS)
+        return Response(line(SUCCESS), media_type=NDJSON) if is_streamed else JsonReply(SUCCESS)
     if sum(thread.name == _THREAD for thread in threading.enumerate()) >= _MOST_PULLS:
         raise busy("the server is overloaded", f"{_MOST_PULLS} models are being downloaded")
     stopped = threading.Event()
@@ -217,7 +219,7 @@ async def pull(call: ApiCall, body: PullBody) -> Response:
         if not is_streamed:
             async for _ in lines:
                 pass
-            return JsonReply(_SUCCESS)
+            return JsonReply(SUCCESS)
     except BaseException:
         stopped.set()
         raise
@@ -230,13 +232,13 @@ async def pull(call: ApiCall, body: PullBody) -> Response:
     return StreamReply(pieces(), lambda failure: line(body_of(failure, "ollama")), stopped.set, NDJSON)
 
 
-async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Event) -> AsyncIterator[PullLine]:
+async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Event) -> AsyncIterator[StatusLine]:
     """Pull on a thread of its own; yield lines to the end. What was fetched stays where the pull is stopped, which it
     is at its next sign of life. Raises what `hub.pull` does."""
-    loop, found = asyncio.get_running_loop(), asyncio.Queue[PullLine | Exception]()
+    loop, found = asyncio.get_running_loop(), asyncio.Queue[StatusLine | Exception]()
     last, noted_at = "", 0.0
 
-    def note(each: PullLine | Exception) -> None:
+    def note(each: StatusLine | Exception) -> None:
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found.put_nowait, each)
 
@@ -254,8 +256,8 @@ async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Even
     def run() -> None:
         try:
             fetch(name, resolved, report)
-            note(PullLine(status="verifying sha256 digest"))  # each file's was, as it came
-            note(_SUCCESS)
+            note(StatusLine(status="verifying sha256 digest"))  # each file's was, as it came
+            note(SUCCESS)
         except PullStoppedError:
             return
         except Exception as error:
@@ -267,17 +269,17 @@ async def _pulled(name: str, resolved: ResolvedSettings, stopped: threading.Even
         if isinstance(each, Exception):
             raise each
         yield each
-        if each == _SUCCESS:
+        if each == SUCCESS:
             return
 
 
-def _line_of(name: str, progress: PullProgress) -> PullLine:
+def _line_of(name: str, progress: PullProgress) -> StatusLine:
     if progress.phase == "listing":
-        return PullLine(status="pulling manifest")
+        return StatusLine(status="pulling manifest")
     if progress.phase in ("waiting", "retrying"):
-        return PullLine(status=progress.note)
+        return StatusLine(status=progress.note)
     digest = hashlib.sha256(f"{name}/{progress.file}".encode()).hexdigest()
-    return PullLine(
+    return StatusLine(
         status=f"pulling {progress.file}",
         digest=f"sha256:{digest}",
         total=progress.file_bytes,
@@ -314,6 +316,20 @@ def _listed(pool: ModelPool, name: str, model: ModelDescription) -> OllamaListed
     return OllamaListed(**_head(pool, name, model), modified_at=_modified_at(model))
 
 
+def _listed_preset(pool: ModelPool, preset: Preset) -> OllamaListed:
+    head = _head(pool, preset.name, hub.describe(preset.model))
+    details = head["details"].model_copy(update={"parent_model": _base_name(preset)})
+    digest = hashlib.sha256(f"{head['digest']}{sorted(preset.values.items())}".encode()).hexdigest()
+    modified_at = time_text(preset.path.stat().st_mtime)
+    return OllamaListed(**{**head, "details": details, "digest": digest}, modified_at=modified_at)
+
+
+def _base_name(preset: Preset) -> str:
+    """Return the name of its model; of a folder or a file without where it is."""
+    path = Path(preset.model)
+    return path.name if path.is_absolute() else preset.model
+
+
 def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
     engine, model = served.engine_if_loaded, hub.describe(served.selection.model_name)
     facts = EngineFacts(0, "", "") if engine is None else engine.facts()
@@ -329,8 +345,13 @@ def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
 
 def _shown(pool: ModelPool, name: str) -> OllamaShown:
     served = pool.known(name)
+    preset = pool.preset_of(name)
+    if preset is not None:
+        served = pool.known(preset.model)
     engine = None if served is None else served.engine_if_loaded
-    if served is not None:
+    if preset is not None:
+        origin, model = _base_name(preset), hub.describe(preset.model)
+    elif served is not None:
         origin, model = served.name, hub.describe(served.selection.model_name)
     else:
         row = _installed(name)
@@ -343,11 +364,13 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
         template = sources.get("default") or next(iter(sources.values()))
     defaults: dict[str, Any] = {**sampling_defaults(entry, model.files)}
     if engine is not None:
-        defaults["num_ctx"] = engine.ctx
-    values = [(_PARAMETERS.get(name, name), f"{value:.12g}") for name, value in defaults.items()]
-    values += [("stop", json.dumps(text)) for text in (entry.stop if entry else ())]
+        defaults["ctx"] = engine.ctx
+    own = {} if preset is None else preset.values
+    defaults |= {key: value for key, value in own.items() if key in _PARAMETERS and key != "stop"}
+    values = [(_PARAMETERS.get(name, name), shown_setting(value)) for name, value in defaults.items()]
+    values += [("stop", json.dumps(text)) for text in own.get("stop") or (entry.stop if entry else ())]
     return OllamaShown(
-        modelfile=f"FROM {origin}\n",
+        modelfile=modelfile_of(origin, own),
         parameters="\n".join(f"{name:<30} {value}" for name, value in values),
         template=template,
         details=_details(pool, model),
@@ -355,6 +378,7 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
         capabilities=capabilities(files.directory),
         modified_at=_modified_at(model),
         license=None if entry is None else entry.licence,
+        system=own.get("system"),
     )
 
 
@@ -436,6 +460,6 @@ ENDPOINTS = (
     Endpoint("GET", "/api/tags", tags, "List the models on this disk", reply=OllamaTags),
     Endpoint("GET", "/api/ps", running, "List the loaded models", reply=OllamaRunning),
     Endpoint("POST", "/api/show", show, "Show the details of a model", ShowBody, OllamaShown),
-    Endpoint("POST", "/api/pull", pull, "Download a model", PullBody, PullLine, PullLine),
+    Endpoint("POST", "/api/pull", pull, "Download a model", PullBody, StatusLine, StatusLine),
     Endpoint("DELETE", "/api/delete", delete, "Delete a model", NamedBody),
 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from localllm.engine.request import SamplingParams
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, OnlyTrue
 from localllm.server.fields import OF_A_REPLY, Count, LastN, Penalty, Seed, Share, Stop, Temperature, TopK, optional
@@ -65,7 +65,7 @@ class Options(Body):
         return num_predict
 
 
-def sampling_of(options: Options | None, served: ServedModel, **more: Any) -> SamplingParams:
+def sampling_of(options: Options | None, asked: AskedModel, **more: Any) -> SamplingParams:
     """Return the options over the model's own settings. Raises RequestError."""
     given = options or Options()
     names = (
@@ -75,8 +75,8 @@ def sampling_of(options: Options | None, served: ServedModel, **more: Any) -> Sa
     known |= {"seed": None if given.seed == -1 else given.seed, "stop": given.stop or None}
     known |= {"repetition_penalty": given.repeat_penalty, "max_tokens": given.num_predict, **more}
     if (given.num_predict or 1) > 0:
-        return fields.overlaid(served.sampling(), known)
-    return replace(fields.overlaid(served.sampling(), {**known, "max_tokens": None}), max_tokens=None)
+        return fields.overlaid(asked.sampling(), known)
+    return replace(fields.overlaid(asked.sampling(), {**known, "max_tokens": None}), max_tokens=None)
 
 
 OllamaFunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]

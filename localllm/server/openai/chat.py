@@ -173,20 +173,20 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
     messages, said = _begun(body)
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
     best_of, sampling = requested_best_of(
-        body, common.sampling_of(body, served, max_tokens=limit, logprobs=most_logprobs)
+        body, common.sampling_of(body, asked, max_tokens=limit, logprobs=most_logprobs)
     )
     grammar, grammar_field = fields.one_grammar(
         response_format=form_of(body.response_format),
         structured_outputs=fields.grammar_of(body.structured_outputs),
         grammar=body.text_grammar,
     )
-    tokenizer = served.engine().tokenizer
+    tokenizer = asked.engine().tokenizer
     opens_turn = body.add_generation_prompt is not False or bool(said)
     answers = await call.server.ask(
-        served,
+        asked,
         GenerationRequest(
             ChatInput(chat_messages(messages), None, opens_turn, body.chat_template_kwargs or {}),
             sampling,
@@ -196,13 +196,13 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
             num_ctx=body.num_ctx,
             priority=body.priority,
             effort=body.reasoning_effort,
-            evicts=served.evicts,
+            evicts=asked.evicts,
             grammar=grammar,
             tools=chosen(body.tools, body.tool_choice, body.parallel_tool_calls),
             grammar_field=grammar_field,
         ),
     )
-    head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or served.name}
+    head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or asked.name}
     writer = ChatWriter(head, answers, body, best_of, tokenizer, most_logprobs)
     return await replied(answers, writer, is_streamed=body.stream)
 

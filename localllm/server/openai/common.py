@@ -10,7 +10,7 @@ from pydantic import Field
 
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import SamplingParams
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel
 from localllm.server import fields
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
 from localllm.server.errors import Failure, RequestError, body_of
@@ -124,9 +124,9 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def sampling_of(body: OpenAISamplingBody, served: ServedModel, **more: Any) -> SamplingParams:
+def sampling_of(body: OpenAISamplingBody, asked: AskedModel, **more: Any) -> SamplingParams:
     """Return the request's settings over the model's own. Raises RequestError."""
-    return fields.overlaid(served.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
+    return fields.overlaid(asked.sampling(), {**{name: getattr(body, name, None) for name in _SAMPLING}, **more})
 
 
 def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:

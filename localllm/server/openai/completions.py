@@ -11,7 +11,7 @@ from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
 from localllm.engine.events import TokenLogprob
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import (
@@ -92,12 +92,12 @@ class CompletionChunk(_CompletionHead):
 
 async def completions(call: ApiCall, body: CompletionBody) -> Response:
     """Raises what refuses the request, or ends its answers before anything was emitted."""
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     common.refuse_stream_options(body)
     n, prompts = body.n or 1, prompt_list(body.prompt)
-    requests, tokenizer = _requests(body, prompts, served), served.engine().tokenizer
+    requests, tokenizer = _requests(body, prompts, asked), asked.engine().tokenizer
     best_of = requests[0].best_of
-    answers = await call.server.ask(served, *requests)
+    answers = await call.server.ask(asked, *requests)
     own = answers.prepared.requests[:: best_of.num_requests(n)]  # the first of each prompt
     try:
         echoes, has_logprobs = bool(body.echo), body.logprobs is not None
@@ -110,18 +110,19 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
     except BaseException:  # the client has gone, or the engine
         answers.close()
         raise
-    head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": body.model or served.name}
+    head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": body.model or asked.name}
     writer = CompletionWriter(head, answers, body.stream_options, tokens, best_of, n)
     return await replied(answers, writer, is_streamed=body.stream)
 
 
 def _requests(
-    body: CompletionBody, prompts: Sequence[str | tuple[int, ...]], served: ServedModel
+    body: CompletionBody, prompts: Sequence[str | tuple[int, ...]], asked: AskedModel
 ) -> list[GenerationRequest]:
     """Raises RequestError."""
-    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    usual = asked.selection.settings.max_tokens or DEFAULT_MAX_TOKENS
+    limit = usual if body.max_tokens is None else body.max_tokens
     best_of, sampling = requested_best_of(
-        body, common.sampling_of(body, served, max_tokens=limit or 1, logprobs=body.logprobs)
+        body, common.sampling_of(body, asked, max_tokens=limit or 1, logprobs=body.logprobs)
     )
     grammar, grammar_field = one_grammar(
         structured_outputs=grammar_of(body.structured_outputs), grammar=body.text_grammar

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Literal
 
+from localllm import hub
+from localllm.errors import LocalLLMError
 from localllm.runtime.model_pool import ModelPool
+from localllm.runtime.presets import Preset
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import ReplyBody
 from localllm.server.endpoint import ApiCall, Endpoint
@@ -44,14 +48,17 @@ class ModelList(ReplyBody):
 
 
 async def models(call: ApiCall, _body: None) -> JsonReply:
-    """List the served models and all others on this disk, which a request loads. Anthropic's libraries ask here, too,
-    and look for fields of their own."""
+    """List the served models, presets, and all other models on this disk, which a request loads. Anthropic's libraries
+    ask here, too, and look for fields of their own."""
     pool = call.pool
 
     def listed() -> Iterator[ListedModel]:
         for served in pool.models:
             meta = _meta(served)
             yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
+        for preset in pool.presets():
+            with suppress(LocalLLMError):  # its model is not here any more
+                yield _preset(pool, preset)
         for row in pool.others():
             assert row.directory is not None
             yield _described(pool, row.name, row.repo, ModelMeta(capabilities=capabilities(row.directory)))
@@ -68,6 +75,12 @@ async def model(call: ApiCall, _body: None) -> JsonReply:
     served = await call.pool.find(name)
     meta = await call.pool.on_disk(lambda: _meta(served))
     return JsonReply(_described(call.pool, name, served.selection.files.repo, meta))
+
+
+def _preset(pool: ModelPool, preset: Preset) -> ListedModel:
+    served, files = pool.known(preset.model), hub.locate(preset.model)
+    meta = ModelMeta(capabilities=capabilities(files.directory)) if served is None else _meta(served)
+    return _described(pool, preset.name, files.repo, meta)
 
 
 def _meta(served: ServedModel) -> ModelMeta:

@@ -14,7 +14,7 @@ from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by_type
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import optional
-from localllm.server.generation_request import GenerationRequest, prompt_ids
+from localllm.server.generation_request import GenerationRequest, prompt_ids, under_preset
 from localllm.server.openai import prompt
 from localllm.server.openai.common import NOT_OBFUSCATED, OpenAISamplingBody, sampling_of
 from localllm.server.openai.response_object import ResponseEvent, ResponseObject, ResponseWriter
@@ -244,10 +244,10 @@ class InputTokens(ReplyBody):
 
 async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     most = body.top_logprobs if body.top_logprobs is not None else (0 if _LOGPROBS in (body.include or ()) else None)
-    sampling = sampling_of(body, served, max_tokens=body.max_output_tokens, logprobs=most)
-    tokenizer = served.engine().tokenizer
+    sampling = sampling_of(body, asked, max_tokens=body.max_output_tokens, logprobs=most)
+    tokenizer = asked.engine().tokenizer
     form = None
     match body.text and body.text.format:
         case ResponsesSchemaFormat(schema_=schema) | prompt.ObjectFormat(schema_=schema):
@@ -255,18 +255,18 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     grammar, grammar_field = fields.one_grammar(
         **{"text.format": form, "structured_outputs": fields.grammar_of(body.structured_outputs)}
     )
-    truncation = body.truncation or ("auto" if served.evicts else "disabled")
+    truncation = body.truncation or ("auto" if asked.evicts else "disabled")
     more: dict[str, Any] = {"priority": body.priority, "grammar": grammar, "grammar_field": grammar_field}
     request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", **more)
-    answers = await call.server.ask(served, request)
-    head = head_of(body, body.model or served.name, truncation, sampling.temperature, sampling.top_p)
+    answers = await call.server.ask(asked, request)
+    head = head_of(body, body.model or asked.name, truncation, sampling.temperature, sampling.top_p)
     return await replied(answers, ResponseWriter(head, tokenizer, most), is_streamed=body.stream)
 
 
 async def input_tokens(call: ApiCall, body: ResponsesCountBody) -> JsonReply:
     """Count any prompt, also one that is too long. Raises what refuses it."""
-    served = await call.model(body.model, body.keep_alive)
-    engine, request = served.engine(), _request(body)
+    asked = await call.asked(body.model, body.keep_alive)
+    engine, request = asked.engine(), under_preset(_request(body), asked.selection.preset)
     ids = await call.pool.off_loop(lambda: prompt_ids(request, engine))
     return JsonReply(InputTokens(input_tokens=len(ids)))
 

@@ -19,7 +19,7 @@ from localllm.runtime import protocol
 from localllm.runtime.engine_loader import Opening, open_engine
 from localllm.runtime.engine_thread import EngineThread
 from localllm.runtime.model_pool import ModelPool
-from localllm.runtime.selection import Selection, locate, told_of
+from localllm.runtime.selection import selected, told_of
 from localllm.server.app import create_router, endpoints_of
 from localllm.server.model_server import Capacity, ModelServer
 from localllm.server.replicas.affinity import ReplicaCall
@@ -68,7 +68,7 @@ class Replica:
         if role.is_alone:
             _listen_on_loopback()
         try:
-            selection = Selection(locate(role.resolved, role.model), role.resolved)
+            selection = selected(role.resolved, role.model)
         except LocalLLMError as error:
             raise ReplicaError(error) from None
 
