@@ -1,8 +1,10 @@
 """Pictures of the full-screen chat, in docs/screens: each screen at three sizes, dark and light.
 
     python -m tools.chat_screens            writes those that changed; the tests compare them
+    python -m tools.chat_screens --real     writes the README's, docs/picture-*.svg: a chat with the built-in model
 
-What they show is made up, so that each run draws the same.
+What they show is made up, so that each run draws the same. Nothing of the README's is: its speeds are of the machine
+that drew it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import asyncio
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +25,19 @@ from typing import Any
 from unittest.mock import patch
 
 from textual.pilot import Pilot
-from textual.widgets import Input
+from textual.widgets import Input, TextArea
 
 from localllm import hub
+from localllm.config import load_settings
 from localllm.engine.events import SpeculationStats, StepSplit, Timings, Usage
 from localllm.history import Conversation, History, Said, history_file
 from localllm.hub import InstalledModel, ModelDescription, ModelFiles, PackedWeights
 from localllm.registry import load_registry
 from localllm.runtime.fit_check import Verdict
-from localllm.tui.app import ChatApp
+from localllm.runtime.selection import selected
+from localllm.tui.app import ChatApp, Start
+from localllm.tui.key_scopes import checked_keys
+from localllm.tui.model_loader import serve
 from localllm.tui.plan_worker import AS_IT_RUNS, PlanWorker
 from localllm.tui.screens.plan import PlanScreen
 from localllm.tui.themes import DARK, LIGHT
@@ -42,6 +49,9 @@ VERSIONS = FOLDER / "versions.json"
 SIZES = {"80x24": (80, 24), "120x40": (120, 40), "200x60": (200, 60)}
 THEMES = {"dark": DARK.name, "light": LIGHT.name}
 
+_QUESTIONS = ("Tell me a tale about a fox who finds a lantern.", "And what became of the lantern?")
+_REAL_SIZE = (110, 36)
+_LOOK_S = 0.05
 _ANSWER = """<think>
 The user wants a function and how fast it is. Memoised recursion is the shortest.
 </think>
@@ -148,6 +158,35 @@ def _keep_chats() -> None:
             history.add(Conversation(*about, said, facts))
 
 
+async def real_pictures() -> dict[str, str]:
+    """Ask the built-in model, and return the screen as SVG, dark and light. Nothing of it is made up."""
+    resolved = load_settings({"seed": 1, "device": "cpu"})
+    selection = selected(resolved, "tiny")
+    start = Start(selection, resolved, None, None, {}, DARK.name, checked_keys(resolved), "", False, False)
+    app, found = ChatApp(start, serve, nullcontext), {}
+    async with app.run_test(size=_REAL_SIZE) as pilot:
+        while app.chat.status.facts is None:
+            await pilot.pause(_LOOK_S)
+        for question in _QUESTIONS:
+            await _ask(pilot, app, question)
+        for field in app.screen.query(TextArea):
+            field.cursor_blink = False
+        for tone, theme in THEMES.items():
+            app.theme = theme
+            await pilot.pause(_LOOK_S)
+            found[tone] = drawn(app)
+    app.close(2.0)
+    return found
+
+
+async def _ask(pilot: Pilot[None], app: ChatApp, question: str) -> None:
+    """Type a question, and wait for the end of its answer."""
+    num_turns = app.chat.num_turns
+    await pilot.press(*("space" if letter == " " else letter for letter in question), "enter")
+    while app.chat.num_turns < num_turns + 2 or app.chat.is_answering:
+        await pilot.pause(_LOOK_S)
+
+
 Scene = Callable[[Pilot[Any]], Awaitable[None]]
 SCENES: dict[str, Scene] = {
     "welcome": _welcome, "chat": _chat, "help": _help, "plan": _plan, "models": _models,
@@ -170,7 +209,7 @@ async def pictures(name: str) -> dict[str, str]:
                 for tone, theme in THEMES.items():
                     app.theme = theme
                     await pilot.pause(0.05)
-                    found[f"{name}-{size}-{tone}.svg"] = _plain(app.export_screenshot(title="localllm"))
+                    found[f"{name}-{size}-{tone}.svg"] = drawn(app)
     return found
 
 
@@ -206,9 +245,10 @@ def _judged(name: str, _resolved: Any, _say: Any) -> Verdict:
     billions = next((entry.parameters for entry in load_registry().entries if entry.name == name), None) or 0.007
     if billions > 60:
         return Verdict("too large", why="it needs 36.9 GiB")
+    memory_bytes = int(billions * 1e9 * 0.57)
     if billions > 9:
-        return Verdict("offloads", 90 / billions**1.6, 8192, "int4-g64")
-    return Verdict("fits", 480 / (billions + 0.5), 8192, "int4-g64")
+        return Verdict("offloads", 90 / billions**1.6, 8192, "int4-g64", memory_bytes=memory_bytes)
+    return Verdict("fits", 480 / (billions + 0.5), 8192, "int4-g64", memory_bytes=memory_bytes)
 
 
 def versions() -> dict[str, str]:
@@ -216,13 +256,18 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("textual", "rich", "Pygments", "markdown-it-py")}
 
 
-def _plain(svg: str) -> str:
-    """Without a font from the network, and with names that do not change from picture to picture."""
-    svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", svg, flags=re.DOTALL)
+def drawn(app: ChatApp) -> str:
+    """The screen as SVG, without a font from the network, and with names that do not change from picture to picture."""
+    svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", app.export_screenshot(title="localllm"), flags=re.DOTALL)
     return re.sub(r"terminal-\d+", "terminal", svg.replace("Fira Code, monospace", "monospace"))
 
 
 def main() -> None:
+    if "--real" in sys.argv:
+        with tempfile.TemporaryDirectory() as home, patch.dict(os.environ, {"LOCALLLM_HOME": home}):
+            for tone, svg in asyncio.run(real_pictures()).items():
+                (FOLDER.parent / f"picture-{tone}.svg").write_text(svg, encoding="utf-8")
+        return
     FOLDER.mkdir(parents=True, exist_ok=True)
     VERSIONS.write_text(json.dumps(versions(), indent=1) + "\n")
     for name in SCENES:

@@ -52,15 +52,23 @@ class ModelLine:
 
 @dataclass(frozen=True)
 class _Column:
-    """rank: columns of the highest are dropped first. least: width in columns of the terminal, for later content."""
+    """rank: columns of the highest are dropped first. least: width in columns of the terminal, for later content.
+    is_number: aligned at the right."""
 
     title: str
     rank: int
     cell: Callable[[ModelLine], Content]
     least: int = 0
+    is_number: bool = False
 
     def width(self, lines: Sequence[ModelLine]) -> int:
         return max(len(self.title), self.least, *(self.cell(line).cell_length for line in lines), 0)
+
+    def drawn(self, content: Content, width: int) -> Content:
+        """Return a cell, or the title, in this width."""
+        if self.is_number:
+            content = Content(" " * max(0, width - content.cell_length)) + content
+        return content.truncate(width, ellipsis=True, pad=True)
 
 
 def _name(line: ModelLine) -> Content:
@@ -88,10 +96,10 @@ def _speed(line: ModelLine) -> Content:
 
 
 _NAME = _Column("  name", 0, _name, 22)
-_DOWNLOAD = _Column("download", 2, _download, len("pulling 99%"))
-_MEMORY = _Column("memory", 3, lambda line: Content(line.choice.memory_text), len("999.9 MiB"))
-_SPEED = _Column("tok/s here", 1, _speed)
-_CONTEXT = _Column("context", 4, lambda line: Content(line.choice.context_text))
+_DOWNLOAD = _Column("download", 2, _download, len("pulling 99%"), is_number=True)
+_MEMORY = _Column("memory", 3, lambda line: Content(line.choice.memory_text), len("99.9 GiB"), is_number=True)
+_SPEED = _Column("tok/s here", 1, _speed, is_number=True)
+_CONTEXT = _Column("context", 4, lambda line: Content(line.choice.context_text), is_number=True)
 _LICENCE = _Column("licence", 5, lambda line: Content(one_line(licence_text(line.row))))
 _PACKED = _Column(
     "packed", 6, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
@@ -165,7 +173,7 @@ class ModelTable(OptionList):
         self.add_options([Option(self._drawn(index)) for index in range(len(self._shown))])
         names = [line.name for line in self._shown]
         self.highlighted = (names.index(name) if name in names else 0) if names else None
-        titles = [Content(column.title).truncate(width, pad=True) for column, width in self._columns]
+        titles = [column.drawn(Content(column.title), width) for column, width in self._columns]
         self.header.update(Content(_GAP).join(titles))
 
     def watch_highlighted(self, highlighted: int | None) -> None:
@@ -178,7 +186,7 @@ class ModelTable(OptionList):
     def _drawn(self, index: int) -> Content:
         """The line; without colours where it is highlighted: not all can be read there in every theme."""
         line = self._shown[index]
-        cells = [column.cell(line).truncate(width, ellipsis=True, pad=True) for column, width in self._columns]
+        cells = [column.drawn(column.cell(line), width) for column, width in self._columns]
         drawn = Content(_GAP).join(cells)
         return Content(drawn.plain) if index == self._marked else drawn
 
