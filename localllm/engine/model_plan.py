@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm import hub
 from localllm.config import format_bytes
@@ -37,6 +37,9 @@ from localllm.offload.planner.speculation_gain import (
 )
 from localllm.quant.layouts import DEFAULT, SIZES
 from localllm.settings import EngineConfig
+
+if TYPE_CHECKING:
+    from localllm.offload.planner.card_sheets import OtherMachine
 
 _ALL_BYTES = 1 << 62  # more than any process holds
 
@@ -109,19 +112,23 @@ def consider(
     *,
     job: JobShape | None = None,
     placed_bytes: int = 0,
+    other: OtherMachine | None = None,
 ) -> Considered:
     """Plan a model; what this machine does is measured first, where that is not known.
 
     files: where the model is on this disk.
     wanted, job: as `Engine.load` has them.
     placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
+    other: the machine that is planned for, where that is not this one.
 
     Raises UsageError for what cannot be honoured.
     """
-    planner, speculate = _planner(model, files, wanted, say, job), Speculate.of(wanted)
+    planner, speculate = _planner(model, files, wanted, say, job, other), Speculate.of(wanted)
     unsure = _compare_tokenizers(model.name, files, speculate.draft_model)
     search, why_no_draft = _best_search(planner, model, Held(placed_bytes))
     profile = kept_profile().of(search.shape.weights)
+    if other is not None and other.card is not None:
+        profile = profile.without_card()
     estimates = [*_estimates(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
     others = partial(_others, planner)
@@ -153,9 +160,14 @@ def foresee(
 
 
 def _planner(
-    model: Shape, files: ModelFiles | None, wanted: EngineConfig, say: Callable[[str], None], job: JobShape | None
+    model: Shape,
+    files: ModelFiles | None,
+    wanted: EngineConfig,
+    say: Callable[[str], None],
+    job: JobShape | None,
+    other: OtherMachine | None = None,
 ) -> ModelPlanner:
-    planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say), measures=True)
+    planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say, other), measures=True)
     speculate = Speculate.of(wanted)
     head = head_config(model.config, files, speculate, planner.device)
     if head is not None:

@@ -115,6 +115,6 @@ def _command_of(search: Search, plan: Plan) -> str:
         f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
     )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
-    device = " --device cpu" if machine.has_idle_card else ""
+    device = "".join(f" {flag}" for flag in machine.plan_flags)
     goal = " --goal throughput" if search.job is not None else ""
     return f"localllm plan {plan.shape.name}{caps}{ctx}{device}{goal}"

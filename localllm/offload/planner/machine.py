@@ -100,13 +100,18 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """corrections: of earlier runs with these weights. has_idle_card: there is a GPU, and none is used."""
+    """corrections: of earlier runs with these weights. plan_flags: with which `plan` sees this machine, beside caps."""
 
     memory: Memory
     rates: Rates
     card: Card | None = None
     corrections: Corrections = field(default_factory=Corrections)
-    has_idle_card: bool = False
+    plan_flags: tuple[str, ...] = ()
+
+    @property
+    def cpu_flags(self) -> tuple[str, str]:
+        """The flag with which the CPU of this machine computes alone."""
+        return ("--gpu", "none") if "--gpu" in self.plan_flags else ("--device", "cpu")
 
     @property
     def fast_memory(self) -> Memory | CardMemory:

@@ -131,12 +131,12 @@ class Search:
         least_vram = self.least_vram_bytes()
         if card is not None and least_vram > card.memory.vram_bytes:
             more = more_of("--vram", least_vram, card.memory.most_bytes)
-            return [*more, *self._shorter_contexts()] or [Fix.flag("--device", "cpu")]
+            return [*more, *self._shorter_contexts()] or [Fix.flag(*self.machine.cpu_flags)]
         found = more_of("--ram", self.least_ram_bytes(), memory.most_bytes)
         if packing is not None and packing.command and self._packed_ram_bytes() <= memory.ram_bytes:
             found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
         if card is not None and self.shape.can_slot:  # which reads experts from the disk
-            found.append(Fix.flag("--device", "cpu"))
+            found.append(Fix.flag(*self.machine.cpu_flags))
         return [*found, *self._shorter_contexts()] or [SMALLER]
 
     @cached_property
