@@ -88,14 +88,13 @@ def _smallest_whole(rows: Sequence[CardRow]) -> CardRow | None:
 
 def _verdict(rows: Sequence[CardRow], smallest: CardRow | None) -> str:
     if smallest is None:
-        return "None of these cards holds all of it."
+        return "None of these cards holds it all."
     larger = [row for row in rows if _memory(row) > _memory(smallest) and _tok_s(row) > _WORTH * _tok_s(smallest)]
     step = min(larger, key=lambda row: (_memory(row), -_tok_s(row)), default=None)
-    holds = "* the least memory that holds all of it"
+    holds = "* least memory that holds it all"
     if step is None or step.card is None:
         return f"{holds}; none of the larger cards is faster"
-    gain = format_figure(_tok_s(step) / _tok_s(smallest), 2)
-    return f"{holds}; the next step, {step.card.name}, is {gain} x as fast"
+    return f"{holds}; a step up: {step.card.name}, {format_figure(_tok_s(step) / _tok_s(smallest), 2)} x as fast"
 
 
 def _is_whole(row: CardRow) -> bool:

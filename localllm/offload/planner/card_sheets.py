@@ -26,7 +26,8 @@ ALL, NONE = "all", "none"  # in place of a card's name
 # Of the bandwidth, by one token's matrices: llama.cpp has 0.78 on an RTX 3090, and 0.91 on an RTX 4090 at 32k.
 _MEMORY_SHARE = 0.85
 # A100, H100 and H200 have 4 to 5 integer instructions a byte read, an RTX 3060 has 9: to unpack INT4 takes 4 and more.
-_HBM_INT4_SHARE = 0.6
+# gpt-fast has 0.51 on an A100, llama.cpp 0.44 there and 0.37 on an H100.
+_HBM_INT4_SHARE = 0.5
 _WITH_HBM = ((8, 0), (9, 0))
 _LOOKED_UP_SHARE = 0.5  # of nf4 and bf12, which are unpacked before they are multiplied
 # Of the peak, by a prompt's products. llama.cpp reaches 0.22 to 0.28 of INT8's with 4-bit weights on Ampere and Ada.
