@@ -60,7 +60,7 @@ def show_cards(output: Output, rows: Sequence[CardRow]) -> None:
     output.line()
     output.line(_verdict(rows, smallest))
     for estimate in estimates((row.card for row in rows), shape.weights):
-        output.line(f"estimated: {estimate}")
+        output.line(f"estimate: {estimate}")
 
 
 def _cells(row: CardRow, is_smallest: bool) -> list[str]:
@@ -93,7 +93,7 @@ def _verdict(rows: Sequence[CardRow], smallest: CardRow | None) -> str:
     step = min(larger, key=lambda row: (_memory(row), -_tok_s(row)), default=None)
     holds = "* least memory that holds it all"
     if step is None or step.card is None:
-        return f"{holds}; none of the larger cards is faster"
+        return f"{holds}; no larger card is much faster"
     return f"{holds}; a step up: {step.card.name}, {format_figure(_tok_s(step) / _tok_s(smallest), 2)} x as fast"
 
 

@@ -54,7 +54,7 @@ def estimates(cards: Iterable[CardSheet | None], weights: str) -> list[str]:
     shares = [card.shares(weights) for card in sheets]
     memory, peak, link = (_range({share[part] for share in shares}) for part in range(3))
     unsure = [card.name for card in sheets if card.uncertain]
-    what = "the card's data sheet" if len(sheets) == 1 else "the data sheets"
+    what = "the card's data sheet" if len(sheets) == 1 else "data sheets"
     return [
         f"{what} times {memory} (memory), {peak} (peak), {link} (link)",
         "no kernel was timed on a card yet; CPU and disk are this machine's",

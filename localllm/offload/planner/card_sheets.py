@@ -26,12 +26,12 @@ ALL, NONE = "all", "none"  # in place of a card's name
 # Of the bandwidth, by one token's matrices: llama.cpp has 0.78 on an RTX 3090, and 0.91 on an RTX 4090 at 32k.
 _MEMORY_SHARE = 0.85
 # A100, H100 and H200 have 4 to 5 integer instructions a byte read, an RTX 3060 has 9: to unpack INT4 takes 4 and more.
-# gpt-fast has 0.51 on an A100, llama.cpp 0.44 there and 0.37 on an H100.
-_HBM_INT4_SHARE = 0.5
+# gpt-fast has 0.51 with INT4 on an A100, 0.63 with INT8; llama.cpp with 4 bits 0.44 there and 0.37 on an H100.
+_HBM_INT4_SHARE, _HBM_SHARE = 0.5, 0.65
 _WITH_HBM = ((8, 0), (9, 0))
 _LOOKED_UP_SHARE = 0.5  # of nf4 and bf12, which are unpacked before they are multiplied
-# Of the peak, by a prompt's products. llama.cpp reaches 0.22 to 0.28 of INT8's with 4-bit weights on Ampere and Ada.
-_INT8_SHARE, _BF16_SHARE, _FP32_SHARE = 0.25, 0.7, 0.5
+# Of the peak, by a prompt's products: llama.cpp computes 10,400 tokens a second of an 8B model on an RTX 4090.
+_INT8_SHARE, _BF16_SHARE, _FP32_SHARE = 0.22, 0.7, 0.5
 _LANE_GBS = 0.985  # of PCIe 3.0; each generation has twice that of the one before
 _LINK_SHARE = 0.8  # 12.6 GB/s of pinned memory over PCIe 3.0 x16, as measured on many machines
 _LAUNCH_S, _OVERLAPPED_LAUNCH_S = 1.5e-6, 0.5e-6  # in a graph; the next kernel waits on the card already from 9.0 on
@@ -99,7 +99,9 @@ class CardSheet:
     def _memory_share(self, weights: str) -> float:
         if weights in ("nf4", "bf12"):
             return _LOOKED_UP_SHARE
-        return _HBM_INT4_SHARE if weights.startswith("int4") and self.capability in _WITH_HBM else _MEMORY_SHARE
+        if self.capability in _WITH_HBM:
+            return _HBM_INT4_SHARE if weights.startswith("int4") else _HBM_SHARE
+        return _MEMORY_SHARE
 
     def _peak(self, weights: str) -> tuple[float, float]:
         """Return the share that prompts reach, and of which peak, in 1e12 a second."""
