@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm import hub
 from localllm.config import format_bytes
+from localllm.engine.device import DTYPES
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.choice import Speculate
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from localllm.offload.planner.card_sheets import OtherMachine
 
 _ALL_BYTES = 1 << 62  # more than any process holds
+_SLOW = 0.5  # of the memory's rate: below, it is not the memory that a step waits for
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,10 @@ def consider(
         return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), estimates, drafting, **taken)
-    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, sizes=SIZES[DEFAULT]), model)
-    return Considered(planned, lambda: advise(search, plan, int4, others()))
+    held = Held(placed_bytes)
+    int4 = None if search.shape.weights == DEFAULT else partial(_search_in, DEFAULT, planner, model, held)
+    int8 = partial(_search_in, "int8", planner, model, held) if _is_slow(search, profile) else None
+    return Considered(planned, lambda: advise(search, plan, int4, others(), int8))
 
 
 def foresee(
@@ -238,6 +242,19 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
     for alpha in USUAL_ALPHAS:
         found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
         yield DraftGain(drafter, alpha, found)
+
+
+def _search_in(weights: str, planner: ModelPlanner, model: Shape, held: Held) -> Search:
+    """Return the search in another format, by its own rates."""
+    return replace(planner, sizes=SIZES[weights], draft=None).search(model.config, held=held)
+
+
+def _is_slow(search: Search, profile: Profile) -> bool:
+    """Return whether a CPU computes with weights as they are far slower than memory brings them: it has no instructions
+    for bf16."""
+    dram_gbs, is_dense = profile.sure_dram_gbs, search.shape.weights in DTYPES
+    is_cpu = search.machine.card is None
+    return is_cpu and is_dense and dram_gbs is not None and search.machine.rates.matrix_gbs < _SLOW * dram_gbs
 
 
 def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:
