@@ -28,7 +28,7 @@ TABLE_COLUMNS = 80
 
 
 @pytest.fixture(autouse=True)
-def known_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def known_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of which all rates are known: nothing is measured."""
     monkeypatch.setenv("LOCALLLM_HOME", str(tmp_path))
     monkeypatch.delenv("LOCALLLM_CACHE", raising=False)
