@@ -53,7 +53,9 @@ def card_fields(card: CardSheet | None, weights: str) -> dict[str, Any] | None:
 def show_cards(output: Output, rows: Sequence[CardRow]) -> None:
     """Print a row a card, which of them is the smallest that holds everything, and what a larger one brings."""
     shape = rows[0].planned.shape
-    output.line(f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights")
+    sequences = max(row.planned.plan.sequences for row in rows if row.planned.plan is not None)
+    together = f", tok/s of up to {sequences} sequences together" if sequences > 1 else ""
+    output.line(f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights{together}")
     output.line()
     smallest = _smallest_whole(rows)
     output.table(_TITLES, [_cells(row, row is smallest) for row in rows], optional=("BOUND BY",), numbers=_NUMBERS)

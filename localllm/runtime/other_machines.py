@@ -40,7 +40,8 @@ def considered_elsewhere(
     config, ram_bytes = resolved.settings.engine, None
     if resolved.origins["ram"].kind == "flag":
         ram_bytes, config = config.ram, replace(config, ram=None)
-    for card in cards:
+    for number, card in enumerate(cards, 1):
+        say(f"planning: card {number} of {len(cards)}")
         wanted = config if card is not None else replace(config, vram=None)
         other = OtherMachine(card, ram_bytes)
         yield CardPlan(card, consider(shape, files, wanted, say, job=job_of(goal, resolved), other=other))
@@ -54,7 +55,7 @@ def estimates(cards: Iterable[CardSheet | None], weights: str) -> list[str]:
     shares = [card.shares(weights) for card in sheets]
     memory, peak, link = (_range({share[part] for share in shares}) for part in range(3))
     unsure = [card.name for card in sheets if card.uncertain]
-    what = "the card's data sheet" if len(sheets) == 1 else "data sheets"
+    what = f"{sheets[0].name}'s data sheet" if len(sheets) == 1 else "data sheets"
     return [
         f"{what} times {memory} (memory), {peak} (peak), {link} (link)",
         "no kernel was timed on a card yet; CPU and disk are this machine's",

@@ -109,9 +109,14 @@ class Machine:
     plan_flags: tuple[str, ...] = ()
 
     @property
+    def is_other(self) -> bool:
+        """Whether this is not the machine that plans; `--ram` is then its memory, not a cap."""
+        return "--gpu" in self.plan_flags
+
+    @property
     def cpu_flags(self) -> tuple[str, str]:
         """The flag with which the CPU of this machine computes alone."""
-        return ("--gpu", "none") if "--gpu" in self.plan_flags else ("--device", "cpu")
+        return ("--gpu", "none") if self.is_other else ("--device", "cpu")
 
     @property
     def fast_memory(self) -> Memory | CardMemory:
