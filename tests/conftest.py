@@ -152,11 +152,11 @@ def small_heaps_kept() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def known_machine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
-    """Puts this machine's rates and compiled kernels into a cache of a test's own: to find them out takes 4 s."""
+    """Puts this machine's rates and compiled kernels into a cache of a test's own: to find them out takes 6 s."""
     with pytest.MonkeyPatch.context() as patch:
         known = share_kernels(tmp_path_factory.mktemp("known") / "cache")
         patch.setenv("LOCALLLM_CACHE", str(known))
-        for weights in ("bf16", "bf12", "int4-g64"):
+        for weights in ("bf16", "bf12", "int8", "int4-g64"):
             assert run_cli("plan", "tiny", "--weights", weights).code == 0
 
     def put(folder: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.config import format_bytes
+from localllm.config import format_bytes, format_figure
 from localllm.engine import model_plan, planner
 from localllm.engine.model_plan import consider
 from localllm.engine.placement import model_shape
@@ -283,9 +283,26 @@ def test_advice_is_of_a_smaller_model_that_fits_and_of_int4() -> None:
     big, small = replace(shape(layers=20, mlp=900), weights="bf16"), replace(shape(layers=2), name="small")
     int4 = shape(layers=20, mlp=225)
     tight = search(big, search(big, 0, 1024).least_ram_bytes() + (1 << 20), 1024)
-    texts = advise(tight, tight.best(), int4, [small, big])
+    texts = advise(tight, tight.best(), lambda: replace(tight, shape=int4), [small, big])
     assert any(text.startswith("localllm plan small --ram ") and ": fits" in text for text in texts)
     assert any(text.startswith("--weights int4: ") for text in texts)
+
+
+def test_another_format_is_advised_at_the_speed_that_was_measured_of_it() -> None:
+    big, int4 = replace(shape(layers=20, mlp=900), weights="bf16"), shape(layers=20, mlp=225)
+    tight = search(big, search(big, 0, 1024).least_ram_bytes() + (1 << 20), 1024)
+    whole = search(int4, 1 << 30, 1024)
+    slow = replace(whole, machine=replace(whole.machine, rates=replace(RATES, matrix_gbs=RATES.matrix_gbs / 8)))
+    (text,) = (text for text in advise(tight, tight.best(), lambda: slow, []) if text.startswith("--weights int4"))
+    assert f"about {format_figure(slow.best().decode_tok_s)} tok/s" in text
+
+
+@pytest.mark.usefixtures("small_process")
+@pytest.mark.parametrize("bf16_gbs, is_slow", [(5.0, True), (40.0, False)])
+def test_int8_is_advised_where_a_cpu_has_no_instructions_for_bf16(bf16_gbs: float, is_slow: bool) -> None:
+    keep(replace(kept_profile(), formats={**kept_profile().formats, "bf16": FormatRates(bf16_gbs, 300.0)}))
+    _, plan = planned("qwen2.5-0.5b", "--weights", "bf16")
+    assert any(text.startswith("--weights int8: ") for text in plan["advice"]) == is_slow
 
 
 def test_what_must_be_packed_first_is_part_of_the_least_memory() -> None:

@@ -28,6 +28,7 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.sizes import INT8_GROUP, TILE, Glu
+from localllm.offload.planner.card_sheets import CardSheet, find_card
 
 HIDDEN, WIDE, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, GROUP = 4096, 14336, 32, 8, 128, 32, 128256, 64
 DEPTH, CHUNK = 512, 512
@@ -38,24 +39,25 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Card:
-    """From NVIDIA's data sheets. int8_tops, bf16_tflops: dense, with sums in 32 bits."""
+class Chip:
+    """What else is needed of a card whose data sheet is known."""
 
-    name: str
-    capability: int
+    card: CardSheet
     multiprocessors: int
     ghz: float
-    gb_s: float
-    int8_tops: float
-    bf16_tflops: float
+
+    @property
+    def capability(self) -> int:
+        major, minor = self.card.capability
+        return 10 * major + minor
 
 
-CARDS = (
-    Card("RTX 3060", 86, 28, 1.78, 360, 102, 25.5),
-    Card("RTX 3090", 86, 82, 1.70, 936, 284, 71),
-    Card("RTX 4070", 89, 46, 2.48, 504, 233, 58),
-    Card("RTX 4090", 89, 128, 2.52, 1008, 660, 165),
-    Card("RTX 5090", 120, 170, 2.41, 1792, 838, 210),
+CHIPS = (
+    Chip(find_card("rtx-3060-12gb"), 28, 1.78),
+    Chip(find_card("rtx-3090"), 82, 1.70),
+    Chip(find_card("rtx-4070"), 46, 2.48),
+    Chip(find_card("rtx-4090"), 128, 2.52),
+    Chip(find_card("rtx-5090"), 170, 2.41),
 )
 
 
@@ -128,9 +130,9 @@ def _attention(rows: int, depth: int) -> Iterator[Work]:
     yield Work(merging, LAYERS, 2 * parts.mixed.nbytes)
 
 
-def forward(card: Card, rows: int, depth: int) -> list[Work]:
+def forward(chip: Chip, rows: int, depth: int) -> list[Work]:
     """Return the launches of a step of one token, or of a prompt's chunk."""
-    dispatch, x, weight = Dispatch(card.multiprocessors, gemv_rows=4), _empty(rows, HIDDEN), _empty(HIDDEN)
+    dispatch, x, weight = Dispatch(chip.multiprocessors, gemv_rows=4), _empty(rows, HIDDEN), _empty(HIDDEN)
     codes = Codes.empty(rows, HIDDEN, GROUP, _META)
     norm = activations.to_codes(x, codes, HIDDEN, weight=weight, eps=1e-5)
     found = [Work(norm, 2 * LAYERS, rows * HIDDEN * 5)]
@@ -148,7 +150,11 @@ def forward(card: Card, rows: int, depth: int) -> list[Work]:
     found += _product(dispatch, 1, VOCAB, HIDDEN, 1, adds=False)
     table = _empty(VOCAB // TILE, HIDDEN // 4, TILE, 4, dtype=torch.int8)
     found.append(
-        Work(embedding.embed(table, _empty(VOCAB), _empty(rows, dtype=torch.int64), x, 1.0), 1, rows * HIDDEN * 5)
+        Work(
+            embedding.embed(table, _empty(VOCAB // TILE, TILE), _empty(rows, dtype=torch.int64), x, 1.0),
+            1,
+            rows * HIDDEN * 5,
+        )
     )
     if rows == 1:
         ids, logits, room = _empty(1, dtype=torch.int64), _empty(1, VOCAB), sample.SampleRoom.empty(1, VOCAB, _META)
@@ -167,27 +173,29 @@ def loop_instructions(cubin: bytes) -> int:
     return best[1]
 
 
-def seconds(card: Card, work: Work, instructions: int) -> dict[str, float]:
+def seconds(chip: Chip, work: Work, instructions: int) -> dict[str, float]:
     """Return the seconds of one launch by what it would wait for."""
+    card = chip.card
+    assert card.int8_tops is not None and card.bf16_tflops is not None
     warps = work.launch.num_warps
     for count in work.launch.grid:
         warps *= count
     return {
-        "bytes": work.num_bytes / (BANDWIDTH_SHARE * card.gb_s * 1e9),
+        "bytes": work.num_bytes / (BANDWIDTH_SHARE * card.memory_gbs * 1e9),
         "tensor cores": 2 * work.int8_macs / card.int8_tops / 1e12 + 2 * work.bf16_macs / card.bf16_tflops / 1e12,
-        "instructions": instructions * work.rounds * warps / (ISSUE_SHARE * 4 * card.multiprocessors * card.ghz * 1e9),
+        "instructions": instructions * work.rounds * warps / (ISSUE_SHARE * 4 * chip.multiprocessors * chip.ghz * 1e9),
     }
 
 
-def estimate(card: Card, rows: int, depth: int, *, shows: bool) -> float:
+def estimate(chip: Chip, rows: int, depth: int, *, shows: bool) -> float:
     """Return the seconds of a forward; shows: print its launches."""
-    total_s, node_s = 0.0, OVERLAPPED_NODE_S if card.capability >= 90 else NODE_S
-    for work in forward(card, rows, depth):
-        made = compiled_for(work.launch, card.capability)
+    total_s, node_s = 0.0, OVERLAPPED_NODE_S if chip.capability >= 90 else NODE_S
+    for work in forward(chip, rows, depth):
+        made = compiled_for(work.launch, chip.capability)
         instructions = loop_instructions(made.cubin) if work.rounds else 0
         if work.launch.constants.get("UNROLL", 1) > 1:
             instructions //= work.launch.constants["UNROLL"]
-        times = seconds(card, work, instructions)
+        times = seconds(chip, work, instructions)
         bound = max(times, key=lambda name: times[name])
         total_s += work.times * (times[bound] + node_s)
         if shows:
@@ -206,18 +214,19 @@ def main() -> None:
         parser.error("what is interpreted is not compiled: unset TRITON_INTERPRET")
     print(f"An 8B model in INT4 (groups of {GROUP}; head, keys and values in INT8): estimates, nothing measured.")
     print(
-        f"{'':10} {'launches':>9} {'GB':>6} {'tok/s at ' + str(DEPTH):>12} {'prompt tok/s':>13} {'by dequantizing':>16}"
+        f"{'':13} {'launches':>9} {'GB':>6} {'tok/s at ' + str(DEPTH):>12} {'prompt tok/s':>13} {'by dequantizing':>16}"
     )
-    for card in CARDS:
-        step = forward(card, 1, DEPTH)
+    for chip in CHIPS:
+        card, step = chip.card, forward(chip, 1, DEPTH)
+        assert card.bf16_tflops is not None
         launches, num_bytes = sum(work.times for work in step), sum(work.times * work.num_bytes for work in step)
-        step_s, chunk_s = (estimate(card, rows, DEPTH, shows=shows) for rows in (1, CHUNK))
+        step_s, chunk_s = (estimate(chip, rows, DEPTH, shows=shows) for rows in (1, CHUNK))
         weights = sum(N * K for N, K in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))) * LAYERS
-        unpacked_s = (weights * 4.6) / (
-            BANDWIDTH_SHARE * card.gb_s * 1e9
-        ) + 2 * weights * CHUNK / card.bf16_tflops / 1e12
+        unpacked_s = (weights * 4.6) / (BANDWIDTH_SHARE * card.memory_gbs * 1e9) + 2 * weights * CHUNK / (
+            card.bf16_tflops or 1.0
+        ) / 1e12
         print(
-            f"{card.name:10} {launches:9} {num_bytes / 1e9:6.2f} {1 / step_s:12.0f} {CHUNK / chunk_s:13.0f} "
+            f"{card.name:13} {launches:9} {num_bytes / 1e9:6.2f} {1 / step_s:12.0f} {CHUNK / chunk_s:13.0f} "
             f"{CHUNK / unpacked_s:16.0f}"
         )
 

@@ -149,6 +149,21 @@ def duration(prediction: Prediction) -> str:
     return f"{band(in_ms)} ms"
 
 
+def short_duration(seconds: float) -> str:
+    """ "2.1 s", "83 ms"."""
+    return f"{format_figure(seconds, 2)} s" if seconds >= _SHORT_S else f"{format_figure(1000 * seconds, 2)} ms"
+
+
+def tier_percents(plan: Plan) -> tuple[float, float, float]:
+    """Return how much of the matrices that a step computes with is on the GPU, in memory, and on the disk."""
+    blocks = plan.blocks if plan.shape.is_tied else plan.blocks[1:]
+    whole = sum(block.num_bytes for block in blocks)
+    in_part = sum(block.device_bytes + block.slotted_bytes for block in blocks)
+    on_card = in_part + sum(block.num_bytes for block in blocks if block.tier == "vram")
+    on_disk = sum(block.num_bytes - block.held_bytes for block in blocks if block.tier == "disk")
+    return 100 * on_card / whole, 100 * (whole - on_card - on_disk) / whole, 100 * on_disk / whole
+
+
 def drafting(found: DraftGain) -> str:
     """Return what a drafter would give."""
     if found.gain is None or found.alpha is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,19 @@ import typer
 from localllm.chat import plan_text
 from localllm.cli import options
 from localllm.cli.context import cli_context
-from localllm.cli.options import choice, takes
+from localllm.cli.options import choice, option, refuse_together, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.selection import read_settings
 from localllm.config import format_bytes
+from localllm.errors import Fix
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import considered
 from localllm.runtime.presets import choose
 from localllm.settings import MACHINE, EngineConfig
 
 if TYPE_CHECKING:
+    from localllm.cli.context import CliContext
+    from localllm.config import ResolvedSettings
     from localllm.engine.model_plan import Planned
     from localllm.offload.planner.model_shape import ModelShape
     from localllm.offload.planner.plan import Plan
@@ -31,9 +35,17 @@ PLAN_EXAMPLES = """Examples:
   localllm plan mistral-7b
   localllm plan llama-3.1-8b --ram 4GiB --ctx 4096
   localllm plan qwen3-8b --weights bf16 --json
+  localllm plan llama-3.3-70b --gpu rtx-4090 --ram 64GiB
+  localllm plan qwen3-8b --gpu all
 """
 _BAR_COLUMNS = 30
 _MAP_COLUMNS = 64
+
+
+def _complete_cards(incomplete: str) -> list[str]:
+    from localllm.offload.planner.card_sheets import ALL, NONE, card_sheets
+
+    return [name for name in (*card_sheets(), ALL, NONE) if name.startswith(incomplete.casefold())]
 
 
 @takes(
@@ -53,6 +65,18 @@ _MAP_COLUMNS = 64
         group=MACHINE,
         is_basic=True,
     ),
+    option(
+        "--gpu",
+        "Plan for a card that is not here, such as rtx-4090: an estimate.\n"
+        "It is by the card's data sheet. CPU and disk are "
+        "this machine's, and --ram is then the memory of that machine, of which nine tenths may be used. May be "
+        "repeated to compare cards. all: every known card. none: the CPU alone.",
+        "CARD",
+        list[str],
+        completion=_complete_cards,
+        group=MACHINE,
+        is_basic=True,
+    ),
     options.AS_JSON,
 )
 def plan_command(context: typer.Context, **flags: Any) -> None:
@@ -64,6 +88,9 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     cli = cli_context(context)
     cli.resolved, _ = choose(read_settings(cli, flags), flags["model"])
     resolved, name = cli.resolved, cli.resolved.settings.model
+    if flags["gpu"]:
+        _plan_cards(cli, name, resolved, flags)
+        return
     with cli.output.progress("planning") as line:
         planned = considered(name, resolved, flags["goal"], line.show, line.interject).advised()
     if flags["as_json"]:
@@ -76,6 +103,35 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     if planned.refusal is not None:
         raise planned.refusal
     _show(cli.output, planned)
+
+
+def _plan_cards(cli: CliContext, name: str, resolved: ResolvedSettings, flags: Mapping[str, Any]) -> None:
+    from localllm.cli.plan_cards import CardRow, card_fields, show_cards
+    from localllm.offload.planner.card_sheets import chosen_cards
+    from localllm.runtime.other_machines import considered_elsewhere, estimates
+
+    why = "--gpu plans for a machine that is not here; the CPU alone is --gpu none"
+    refuse_together(flags, {"--gpu --device": why}, Fix.without("--device"))
+    cards = chosen_cards(flags["gpu"])
+    with cli.output.progress("planning") as line:
+        rows = []
+        for found in considered_elsewhere(name, resolved, flags["goal"], cards, line.show):
+            planned = found.considered.advised() if len(cards) == 1 else found.considered.planned
+            basis = estimates([found.card], planned.shape.weights)
+            rows.append(CardRow(found.card, replace(planned, estimates=[*basis, *planned.estimates])))
+    refusals = [row.planned.refusal for row in rows if row.planned.refusal is not None]
+    is_refused = len(refusals) == len(rows)
+    if flags["as_json"]:
+        fields = [{"card": card_fields(card, each.shape.weights), **_fields(each)} for card, each in rows]
+        cli.output.json({"schema_version": SCHEMA_VERSION, "cards": fields}, indent=2)
+        if is_refused:
+            raise typer.Exit(refusals[0].exit_code)
+    elif is_refused:
+        raise refusals[-1]
+    elif len(rows) == 1:
+        _show(cli.output, rows[0].planned)
+    else:
+        show_cards(cli.output, rows)
 
 
 def _fields(planned: Planned) -> dict[str, Any]:

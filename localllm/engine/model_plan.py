@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm import hub
 from localllm.config import format_bytes
+from localllm.engine.device import DTYPES
 from localllm.engine.placement import model_shape
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.speculative.choice import Speculate
@@ -38,7 +39,11 @@ from localllm.offload.planner.speculation_gain import (
 from localllm.quant.layouts import DEFAULT, SIZES
 from localllm.settings import EngineConfig
 
+if TYPE_CHECKING:
+    from localllm.offload.planner.card_sheets import OtherMachine
+
 _ALL_BYTES = 1 << 62  # more than any process holds
+_SLOW = 0.5  # of the memory's rate: below, it is not the memory that a step waits for
 
 
 @dataclass(frozen=True)
@@ -109,19 +114,23 @@ def consider(
     *,
     job: JobShape | None = None,
     placed_bytes: int = 0,
+    other: OtherMachine | None = None,
 ) -> Considered:
     """Plan a model; what this machine does is measured first, where that is not known.
 
     files: where the model is on this disk.
     wanted, job: as `Engine.load` has them.
     placed_bytes: of the host's memory that this process holds, those of a model that would make room for this one.
+    other: the machine that is planned for, where that is not this one.
 
     Raises UsageError for what cannot be honoured.
     """
-    planner, speculate = _planner(model, files, wanted, say, job), Speculate.of(wanted)
+    planner, speculate = _planner(model, files, wanted, say, job, other), Speculate.of(wanted)
     unsure = _compare_tokenizers(model.name, files, speculate.draft_model)
     search, why_no_draft = _best_search(planner, model, Held(placed_bytes))
     profile = kept_profile().of(search.shape.weights)
+    if other is not None and other.card is not None:
+        profile = profile.without_card()
     estimates = [*_estimates(profile), *unsure]
     taken: dict[str, Any] = {"measured_at_s": profile.measured_at_s, "measured_busy": profile.busy}
     others = partial(_others, planner)
@@ -132,8 +141,10 @@ def consider(
         return Considered(refused, lambda: [*map(str, search.fixes()), *map(str, other_model(search, others()))])
     drafting = () if job is not None else tuple(_drafting(plan, planner.draft, why_no_draft, speculate))
     planned = Planned(search.shape, plan, [], None, *_predictions(plan, profile), estimates, drafting, **taken)
-    int4 = None if search.shape.weights == DEFAULT else _shape(replace(planner, sizes=SIZES[DEFAULT]), model)
-    return Considered(planned, lambda: advise(search, plan, int4, others()))
+    held = Held(placed_bytes)
+    int4 = None if search.shape.weights == DEFAULT else partial(_search_in, DEFAULT, planner, model, held)
+    int8 = partial(_search_in, "int8", planner, model, held) if _is_slow(search, profile) else None
+    return Considered(planned, lambda: advise(search, plan, int4, others(), int8))
 
 
 def foresee(
@@ -153,9 +164,14 @@ def foresee(
 
 
 def _planner(
-    model: Shape, files: ModelFiles | None, wanted: EngineConfig, say: Callable[[str], None], job: JobShape | None
+    model: Shape,
+    files: ModelFiles | None,
+    wanted: EngineConfig,
+    say: Callable[[str], None],
+    job: JobShape | None,
+    other: OtherMachine | None = None,
 ) -> ModelPlanner:
-    planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say), measures=True)
+    planner = replace(ModelPlanner.of(model.name, files, model.config, wanted, job, say, other), measures=True)
     speculate = Speculate.of(wanted)
     head = head_config(model.config, files, speculate, planner.device)
     if head is not None:
@@ -226,6 +242,19 @@ def _drafting(plan: Plan, draft: DraftShape | None, why_no_draft: str, wish: Spe
     for alpha in USUAL_ALPHAS:
         found = gain(plan.costs, depth, alpha, draft_s, staging_s=staging, most=most)
         yield DraftGain(drafter, alpha, found)
+
+
+def _search_in(weights: str, planner: ModelPlanner, model: Shape, held: Held) -> Search:
+    """Return the search in another format, by its own rates."""
+    return replace(planner, sizes=SIZES[weights], draft=None).search(model.config, held=held)
+
+
+def _is_slow(search: Search, profile: Profile) -> bool:
+    """Return whether a CPU computes with weights as they are far slower than memory brings them: it has no instructions
+    for bf16."""
+    dram_gbs, is_dense = profile.sure_dram_gbs, search.shape.weights in DTYPES
+    is_cpu = search.machine.card is None
+    return is_cpu and is_dense and dram_gbs is not None and search.machine.rates.matrix_gbs < _SLOW * dram_gbs
 
 
 def _shape(planner: ModelPlanner, model: Shape) -> ModelShape:

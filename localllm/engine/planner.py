@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from localllm.models.packed import PackedModel
+    from localllm.offload.planner.card_sheets import OtherMachine
     from localllm.quant.recipe import Recipe
 
 # Rates for a plan that needs none measured: everything fits, whatever they are.
@@ -84,6 +85,7 @@ class ModelPlanner:
     say: is told of each measurement before it begins, and may raise.
     draft: a second model that drafts.
     measures: the rates are measured even where the plan does not depend on them, as predictions do.
+    other: the machine that is planned for, where that is not this one.
     """
 
     name: str
@@ -96,6 +98,7 @@ class ModelPlanner:
     say: Callable[[str], None]
     draft: DraftShape | None = None
     measures: bool = False
+    other: OtherMachine | None = None
 
     @classmethod
     def of(
@@ -106,20 +109,22 @@ class ModelPlanner:
         wanted: EngineConfig,
         job: JobShape | None,
         say: Callable[[str], None],
+        other: OtherMachine | None = None,
     ) -> ModelPlanner:
         """Return the planner, without a second model. Raises UsageError for what cannot be honoured."""
         if wanted.threads is not None:
             from localllm.engine.memory import use_threads
 
             use_threads(wanted.threads)
-        device = device_name(wanted.device)
+        device = device_name(wanted.device) if other is None else other.device
         require_card(device, wanted.vram)
         require_context(config, wanted.ctx)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
-        dtype = dtype_name(wanted.weights if is_by_weights else wanted.dtype, device)
+        named = wanted.weights if is_by_weights else wanted.dtype
+        dtype = dtype_name(named, device) if other is None else other.dtype_name(named)
         wanted = replace(wanted, kv=wanted_format(wanted.kv, wanted.dtype, wanted.weights))
         sizes = choose_weights(wanted.weights, files, config, dtype)
-        return cls(name, files, sizes, dtype, device, wanted, job, say)
+        return cls(name, files, sizes, dtype, device, wanted, job, say, other=other)
 
     @property
     def weights(self) -> str:
@@ -169,7 +174,9 @@ class ModelPlanner:
         memory = partial(
             process_memory, self.wanted.ram, self.sizes, config.vocab_size, held.host_bytes, packs=packing is not None
         )
-        if has_card(self.device):
+        if self.other is not None:
+            machine = self.other.of(self._host(shape, memory), self.weights, self.wanted.vram)
+        elif has_card(self.device):
             from localllm.engine.card import card_machine
 
             machine = card_machine(
@@ -219,9 +226,9 @@ class ModelPlanner:
         """
         require_cap(self.wanted.ram)  # before seconds of measuring
         profile, weights = kept_profile(), self.weights
-        has_idle_card = has_cuda()
+        plan_flags = () if self.other is not None or not has_cuda() else ("--device", "cpu")
         if not self.measures and profile.rates(weights) is None:
-            typical = Machine(memory(), _TYPICAL, has_idle_card=has_idle_card)
+            typical = Machine(memory(), _TYPICAL, plan_flags=plan_flags)
             plan = Search(shape, typical, self.wanted.ctx, self.job).fitting
             is_whole = plan is not None and not plan.streamed and plan.ctx >= (self.wanted.ctx or shape.default_ctx)
             if plan is None or (is_whole and not shape.draft_bytes):
@@ -236,7 +243,7 @@ class ModelPlanner:
             profile = measured(kept_profile(), weights, self.recipe.blocks, self.torch_dtype, self.say)
         rates = profile.rates(weights)
         assert rates is not None
-        return Machine(memory(), rates, corrections=profile.corrections(weights), has_idle_card=has_idle_card)
+        return Machine(memory(), rates, corrections=profile.corrections(weights), plan_flags=plan_flags)
 
     def _measure_apart(self) -> None:
         """Measure in a process of its own, which keeps what it finds: torch takes seconds and 300 MB of this one."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered
     from localllm.hub import ModelFiles
     from localllm.models.shapes import Shape
+    from localllm.offload.planner.plan import JobShape
 
 Goal = Literal["latency", "throughput"]
 
@@ -37,12 +38,18 @@ def considered(
 
     require_address_space()  # before torch is imported
     from localllm.engine.model_plan import consider
-    from localllm.offload.planner.plan import JobShape
 
     shape, files = shape_and_files(name)
-    tokens = min(_JOB_TOKENS, resolved.settings.ctx or _JOB_TOKENS)
-    job = JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
+    job = job_of(goal, resolved)
     return consider(shape, files, engine_config(resolved, tell), say, job=job, placed_bytes=placed_bytes)
+
+
+def job_of(goal: Goal, resolved: ResolvedSettings) -> JobShape | None:
+    """Return the job that a plan for throughput assumes; None for one answer."""
+    from localllm.offload.planner.plan import JobShape
+
+    tokens = min(_JOB_TOKENS, resolved.settings.ctx or _JOB_TOKENS)
+    return JobShape(DEFAULT_PARALLEL, tokens, tokens) if goal == "throughput" else None
 
 
 def shape_and_files(name: str) -> tuple[Shape, ModelFiles | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -17,24 +17,40 @@ _WORTH = 1.05  # what gains less is not said
 _AS_LARGE = 0.75  # of the bytes of another model: about as large
 
 
-def advise(search: Search, plan: Plan, int4: ModelShape | None, others: Iterable[ModelShape]) -> list[str]:
+def advise(
+    search: Search,
+    plan: Plan,
+    int4: Callable[[], Search] | None,
+    others: Iterable[ModelShape],
+    int8: Callable[[], Search] | None = None,
+) -> list[str]:
     """Return changes, each with the flag or the name and what comes of it, what helps most first.
 
-    int4: the same model in INT4, where that is not what was planned.
-    others: other models.
+    int4, int8: give the search for the same model in another format, and may measure how fast that is; None where it is
+        what was planned, or no better. INT8 is for a model that fits as it is.
+    others: other models, in INT4.
     """
     if plan.is_whole:
-        return []
+        return _helping(plan, [] if int8 is None else [_in_format(int8(), plan.ctx, "int8")])
+    packed = search if int4 is None else int4()
     ctx = max(256, 1 << ((plan.ctx - 1).bit_length() - 2))
     shorter = replace(search, ctx=ctx).fitting if ctx < plan.ctx else None
-    in_int4 = None if int4 is None else replace(search, shape=int4, ctx=plan.ctx).fitting
-    other = _largest_that_fits(search, (each for each in others if each.num_bytes < plan.shape.num_bytes))
+    other = _largest_that_fits(packed, (each for each in others if each.num_bytes < plan.shape.num_bytes))
     found = [
         *_more_memory(search, plan),
         (shorter, f"--ctx {ctx}: a shorter context leaves room for {'experts' if plan.experts else 'weights'}"),
-        (in_int4, f"--weights int4: {format_bytes(int4.num_bytes if int4 else 0)} of weights"),
         (other, f"{_command_of(search, other) if other else ''}: fits into this memory as a whole"),
     ]
+    return _helping(plan, found if int4 is None else [*found, _in_format(packed, plan.ctx, "int4")])
+
+
+def _in_format(search: Search, ctx: int, weights: str) -> tuple[Plan | None, str]:
+    """Return the plan of the same model in another format, and the flag for it."""
+    return replace(search, ctx=ctx).fitting, f"--weights {weights}: {format_bytes(search.shape.num_bytes)} of weights"
+
+
+def _helping(plan: Plan, found: Iterable[tuple[Plan | None, str]]) -> list[str]:
+    """Return what makes the model faster, and how fast, the best first."""
     helping = [
         (better.decode_tok_s, f"{change}, about {format_figure(better.decode_tok_s)} tok/s")
         for better, change in found
@@ -115,6 +131,6 @@ def _command_of(search: Search, plan: Plan) -> str:
         f" --{name} {f'{at / GIB:g}GiB' if at % GIB == 0 else f'{at >> 20}MiB'}" for name, at in given.items()
     )
     ctx = f" --ctx {plan.ctx}" if plan.ctx < plan.shape.default_ctx else ""
-    device = " --device cpu" if machine.has_idle_card else ""
+    device = "".join(f" {flag}" for flag in machine.plan_flags)
     goal = " --goal throughput" if search.job is not None else ""
     return f"localllm plan {plan.shape.name}{caps}{ctx}{device}{goal}"

@@ -100,13 +100,23 @@ class Card:
 
 @dataclass(frozen=True)
 class Machine:
-    """corrections: of earlier runs with these weights. has_idle_card: there is a GPU, and none is used."""
+    """corrections: of earlier runs with these weights. plan_flags: with which `plan` sees this machine, beside caps."""
 
     memory: Memory
     rates: Rates
     card: Card | None = None
     corrections: Corrections = field(default_factory=Corrections)
-    has_idle_card: bool = False
+    plan_flags: tuple[str, ...] = ()
+
+    @property
+    def is_other(self) -> bool:
+        """Whether this is not the machine that plans; `--ram` is then its memory, not a cap."""
+        return "--gpu" in self.plan_flags
+
+    @property
+    def cpu_flags(self) -> tuple[str, str]:
+        """The flag with which the CPU of this machine computes alone."""
+        return ("--gpu", "none") if self.is_other else ("--device", "cpu")
 
     @property
     def fast_memory(self) -> Memory | CardMemory:

@@ -141,6 +141,11 @@ class Profile:
             taken={name: taken for name, taken in self.taken.items() if name not in unused},
         )
 
+    def without_card(self) -> Profile:
+        """Return the profile with only the figures of the host, for a plan with another card."""
+        taken = {name: taken for name, taken in self.taken.items() if not name.endswith(CARD)}
+        return replace(self, device=None, scores={}, taken=taken)
+
     @property
     def busy(self) -> tuple[str, ...]:
         """Return the figures that were measured beside other work, or that varied."""

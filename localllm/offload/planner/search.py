@@ -13,8 +13,9 @@ from localllm.offload.planner.card_placements import CardPlacements
 from localllm.offload.planner.fit_errors import SMALLER, amount, cannot_be_packed, does_not_fit, more_of
 from localllm.offload.planner.host_placements import HostPlacements
 from localllm.offload.planner.machine import Machine
+from localllm.offload.planner.machine_memory import HEADROOM
 from localllm.offload.planner.model_shape import ModelShape
-from localllm.offload.planner.plan import JobShape, Plan, can_be_packed
+from localllm.offload.planner.plan import JobShape, Plan, can_be_packed, cap
 
 LEAST_CTX = 128
 CHAT_CTX = 2048  # long enough for a conversation; a shorter context is taken only where this one does not fit
@@ -131,12 +132,16 @@ class Search:
         least_vram = self.least_vram_bytes()
         if card is not None and least_vram > card.memory.vram_bytes:
             more = more_of("--vram", least_vram, card.memory.most_bytes)
-            return [*more, *self._shorter_contexts()] or [Fix.flag("--device", "cpu")]
-        found = more_of("--ram", self.least_ram_bytes(), memory.most_bytes)
+            return [*more, *self._shorter_contexts()] or [Fix.flag(*self.machine.cpu_flags)]
+        least = self.least_ram_bytes()
+        if self.machine.is_other:
+            found = [Fix.flag("--ram", cap(int(least / HEADROOM)))]
+        else:
+            found = more_of("--ram", least, memory.most_bytes)
         if packing is not None and packing.command and self._packed_ram_bytes() <= memory.ram_bytes:
             found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
         if card is not None and self.shape.can_slot:  # which reads experts from the disk
-            found.append(Fix.flag("--device", "cpu"))
+            found.append(Fix.flag(*self.machine.cpu_flags))
         return [*found, *self._shorter_contexts()] or [SMALLER]
 
     @cached_property
