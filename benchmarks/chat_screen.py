@@ -283,7 +283,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(result: Mapping[str, Any]) -> list[str]:
-    """The tables of docs/chat.md."""
+    """The tables of docs/using/chat.md."""
 
     def shown(part: str, name: str, scale: float = 1.0, unit: str = "", digits: int = 2) -> str:
         median, low, high = (scale * result[part][name][which] for which in ("median", "min", "max"))
@@ -339,7 +339,7 @@ def main() -> None:
     result = {name: summary(found) for name, found in rounds.items()}
     save("chat_screen", result)
     content = "\n".join(figures(result))
-    write_section(DOCS / "chat.md", _BEGIN, _END, content)
+    write_section(DOCS / "using" / "chat.md", _BEGIN, _END, content)
     print(content)
 
 

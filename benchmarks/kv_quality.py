@@ -1,7 +1,7 @@
 """The cost of the KV formats: the tiny model's perplexity on a book that it has not seen, with keys and values in each.
 
     python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
-    python -m benchmarks.kv_quality heldout.txt [--windows 28]  # benchmarks/results/kv_quality.json, docs/quality.md
+    python -m benchmarks.kv_quality heldout.txt [--windows 28]  # results/kv_quality.json, docs/internals/quality.md
 
 The windows and the measures are those of `benchmarks.quality`. First everything but keys and values is computed in
 fp32, then the program as it is, in bf16 with INT4 weights. Then keys get outliers, as those of large models have them,
@@ -201,7 +201,7 @@ def memory(contexts: Sequence[int] = CONTEXTS) -> list[dict[str, object]]:
     return rows
 
 
-# The tables of docs/quality.md
+# The tables of docs/internals/quality.md
 
 
 def tables(result: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@
 
 Each side is a process that lives through all rounds; in each round every side does each task in turn, after a read of
 the memory that is its floor, and only one computes at a time. A side that cannot run is left out, and named with
-what would mend it. Results go to benchmarks/results/peers.json and to the tables of docs/peers.md.
+what would mend it. Results go to benchmarks/results/peers.json and to the tables of docs/internals/peers.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEPTHS = (128, 2048)
 GIB = 1 << 30
 BYTES_A_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "int8": 1.1}  # of localllm's formats; the others have some 4.5 bits
 SCHEMA_VERSION = 1
-PAGE = DOCS / "peers.md"
+PAGE = DOCS / "internals" / "peers.md"
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.peers` -->", "<!-- end of the tables -->"
 SPINNING_SHARE = 0.02  # of a core, by all waiting sides: above it one side disturbs another
 _USABLE_SHARE = 0.95  # of what is free

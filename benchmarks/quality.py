@@ -1,7 +1,7 @@
 """The cost of the weight formats: the tiny model's perplexity on a book that it has not seen, in every format.
 
     python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
-    python -m benchmarks.quality heldout.txt [--windows 20]     # benchmarks/results/quality.json, docs/quality.md
+    python -m benchmarks.quality heldout.txt [--windows 20]     # results/quality.json, docs/internals/quality.md
     python -m benchmarks.quality                                # only the conversion's table anew
 
 All formats read the same windows side by side, computed in fp32, so that the weights are all that differs. Then the
@@ -50,7 +50,7 @@ from localllm.quant.weight_format import WeightFormat
 from localllm.text.tokenizer import Tokenizer
 
 TEXT = "The Violet Fairy Book"
-PAGE = DOCS / "quality.md"
+PAGE = DOCS / "internals" / "quality.md"
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.quality` -->", "<!-- end of the tables -->"
 SHIPPED = ("bf16", "int8", "int4-g32", "int4-g64", "int4-g128")
 
@@ -270,7 +270,7 @@ def _relative_error(weights: WeightFormat, matrices: list[Tensor]) -> float:
     return float(errors / sum(matrix.square().sum().item() for matrix in matrices))
 
 
-# The tables of docs/quality.md
+# The tables of docs/internals/quality.md
 
 
 def tables(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ resident, and with the blocks read from the disk at every step. `never`: what `-
 on text that nobody can predict, on text whose drafts are always wrong, and on text that changes, beside plain decoding.
 `texts`: tokens a pass on a tale that the built-in model has not seen, on code, and on a text that is to be summarised.
 Rounds take turns, each with a plain run of its own; medians with their lowest and highest. Results go
-to benchmarks/results/speculation.json, part by part, and to the tables of docs/speculation.md.
+to benchmarks/results/speculation.json, part by part, and to the tables of docs/using/speculation.md.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def held_out(count: int) -> list[str]:
     return [text[start : start + PASSAGE_LETTERS] for start in range(0, step * count, step)]
 
 
-# The tables of docs/speculation.md
+# The tables of docs/using/speculation.md
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -343,7 +343,7 @@ def main() -> None:
         result[part] = {"machine": machine(), "shape": options.shape, **PARTS[part](options.rounds, options.shape)}
         print(f"wrote {save('speculation', result, options.save)}")
     if options.save == RESULTS:
-        write_section(DOCS / "speculation.md", _BEGIN, _END, tables(known("speculation")))
+        write_section(DOCS / "using" / "speculation.md", _BEGIN, _END, tables(known("speculation")))
 
 
 if __name__ == "__main__":

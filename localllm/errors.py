@@ -1,7 +1,7 @@
 """Every error that a user may meet. One handler per front end turns them into an exit code, a notice or an HTTP status.
 
 An error says what happened, why (with numbers), what to do (a command to paste), and names the page that says more:
-`localllm help CODE` prints that section of docs/errors.md.
+`localllm help CODE` prints that section of docs/using/errors.md.
 """
 
 from __future__ import annotations

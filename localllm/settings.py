@@ -1,7 +1,7 @@
 """The settings, each written down once: its type, default, range, help, and what takes it.
 
 From a field of `Settings` follow its key in config.toml, its LOCALLLM_* variable, its flag and the flag's completion,
-`/set`, docs/cli.md and, of `EngineConfig`, what an engine is given. Knows no files and no command line.
+`/set`, docs/using/cli.md and, of `EngineConfig`, what an engine is given. Knows no files and no command line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/cli.md says what the commands say."""
+"""docs/using/cli.md says what the commands say."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def table_codes(page: str) -> list[int]:
     return [int(cell) for cell in re.findall(r"\| (\d+) (?=\|)", table[1])]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/errors.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/using/errors.md"])
 def test_a_page_lists_every_exit_code_once(page: str) -> None:
     codes = table_codes(page)
     assert (len(codes), set(codes)) == (len(CODES), CODES)

@@ -1,4 +1,4 @@
-"""What benchmarks/kv_quality.py measures, and what docs/quality.md says of it."""
+"""What benchmarks/kv_quality.py measures, and what docs/internals/quality.md says of it."""
 
 from __future__ import annotations
 

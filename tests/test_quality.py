@@ -1,4 +1,4 @@
-"""What benchmarks/quality.py measures, and what docs/quality.md says of it."""
+"""What benchmarks/quality.py measures, and what docs/internals/quality.md says of it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make() -> quality.Subjects:
 @pytest.fixture(scope="module")
 def window() -> list[int]:
     """Prose that the tiny model has not been trained on."""
-    prose = (REPOSITORY / "docs" / "tiny.md").read_text(encoding="utf-8").split("Plain continuation")[1]
+    prose = (REPOSITORY / "docs" / "internals" / "tiny.md").read_text(encoding="utf-8").split("Plain continuation")[1]
     return Tokenizer.load(TINY_DIRECTORY).encode(prose, bos=True)[:150]
 
 

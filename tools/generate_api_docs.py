@@ -1,4 +1,4 @@
-"""Writes two parts of docs/api.md, from the endpoints and from the tests: `python -m tools.generate_api_docs`.
+"""Writes two parts of docs/using/api.md, from the endpoints and from the tests: `python -m tools.generate_api_docs`.
 
 A test keeps them equal to what this would write. The rest of the page is written by hand.
 """
@@ -22,7 +22,7 @@ from tests.server.claims import Claim, all_claims, requirements
 Schema = Mapping[str, Any]
 
 REPOSITORY = Path(__file__).parent.parent
-TARGET = REPOSITORY / "docs" / "api.md"
+TARGET = REPOSITORY / "docs" / "using" / "api.md"
 DIALECTS: Mapping[str, Sequence[Endpoint]] = {
     "OpenAI's": openai.ENDPOINTS,
     "Anthropic's": anthropic.ENDPOINTS,

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the commands themselves: `python -m tools.generate_cli_docs`.
+"""Writes docs/using/cli.md from the commands themselves: `python -m tools.generate_cli_docs`.
 
 A test keeps the file equal to what this would write.
 """
@@ -18,7 +18,7 @@ from localllm.cli.options import ARGUMENTS, HELP
 from localllm.settings import SETTINGS
 
 PREFACE = Path(__file__).parent / "cli_preface.md"
-TARGET = Path(__file__).parent.parent / "docs" / "cli.md"
+TARGET = Path(__file__).parent.parent / "docs" / "using" / "cli.md"
 
 
 def generate() -> str:

@@ -27,7 +27,7 @@ def share_cores(environ: MutableMapping[str, str]) -> None:
 
 
 def main() -> NoReturn:
-    """Runs the command line of this process and ends it with the exit code of docs/errors.md."""
+    """Runs the command line of this process and ends it with the exit code of docs/using/errors.md."""
     share_cores(os.environ)
     gc.set_threshold(_COLLECTED_AFTER, 10, 10)
     try:

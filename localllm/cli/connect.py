@@ -150,7 +150,7 @@ def _print(cli: CliContext, parts: Sequence[Part]) -> None:
 
 def _tell(cli: CliContext, connection: ClientConfig, answering: Answering, served: ProbedModel, target: Target) -> None:
     note, warn = cli.output.note, cli.output.warn
-    note(f"{connection.tested}; docs/connect.md says how")
+    note(f"{connection.tested}; docs/using/connect.md says how")
     if answering.state == "ready":
         known = [each.name for each in answering.models]
         note(f"a server answers at {target.url}, with {', '.join(known)}")

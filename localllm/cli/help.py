@@ -58,7 +58,7 @@ def _described(context: Any, topics: Sequence[str]) -> tuple[Any, Sequence[str]]
 def read_sections() -> dict[str, str]:
     """The errors page by code, each section with its heading. Raises LocalLLMError where the page is not installed."""
     package = Path(__file__).parent.parent
-    for page in (package / "errors.md", package.parent / "docs" / "errors.md"):
+    for page in (package / "errors.md", package.parent / "docs" / "using" / "errors.md"):
         if page.is_file():
             _, *sections = page.read_text("utf-8").split("\n## ")
             return {text.partition("\n")[0]: f"## {text.strip()}" for text in sections}

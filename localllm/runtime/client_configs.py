@@ -1,6 +1,6 @@
 """The settings by which other programs talk to a server of ours: the rows of client_configs.toml, filled in.
 
-Every row says how far it was tested; tests run what is printed (docs/connect.md has the versions).
+Every row says how far it was tested; tests run what is printed (docs/using/connect.md has the versions).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 class Ignored:
     """Marks a field that is accepted although it changes no answer: `ignored_fields` names it.
 
-    why: the reason that docs/api.md and the OpenAPI document give
+    why: the reason that docs/using/api.md and the OpenAPI document give
     """
 
     why: str

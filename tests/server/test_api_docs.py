@@ -1,4 +1,4 @@
-"""docs/api.md says of the endpoints what their types say, and of clients what tests show."""
+"""docs/using/api.md says of the endpoints what their types say, and of clients what tests show."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a hostile client tries beyond being let in and weighing much: names that are paths, addresses to fetch from,
-forged roles, numbers at the edge, signs that a terminal would obey. docs/security.md lists what is proven where."""
+forged roles, numbers at the edge, signs that a terminal would obey. docs/using/security.md lists what proves what."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_model_that_is_used_is_not_deleted(hermit: Running, downloads: Path, m
 
 
 def test_the_document_names_tests_that_there_are() -> None:
-    named = set(re.findall("`(tests/[^`]+)`", (REPOSITORY / "docs" / "security.md").read_text()))
+    named = set(re.findall("`(tests/[^`]+)`", (REPOSITORY / "docs" / "using" / "security.md").read_text()))
     assert "tests/server/test_security.py" in named
     assert [name for name in sorted(named) if not (REPOSITORY / name).is_file()] == []
 

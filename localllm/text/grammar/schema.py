@@ -126,7 +126,7 @@ class CheckedSchema:
             raise GrammarError(
                 "the JSON Schema has what an answer cannot be held to",
                 why=f"{'; '.join(self._refused[:_NUM_REPORTED])}{more}",
-                fix="write it otherwise, or check the answer for it; docs/structured.md has what is supported",
+                fix="write it otherwise, or check the answer for it; docs/using/structured.md has what is supported",
             )
         closed: dict[str, Any] = mapped(walked, with_pattern)
         if (place := endless(closed)) is not None:
