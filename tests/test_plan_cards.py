@@ -126,6 +126,11 @@ def test_a_table_has_a_line_a_card_that_does_not_wrap_and_tells_the_smallest_and
     assert any("no kernel was timed on a card yet" in line for line in lines)
 
 
+def test_a_small_model_has_the_type_of_each_card_and_both_are_named() -> None:
+    out = run_cli("plan", "tiny", "--gpu", "t4", "--gpu", "4090").out.decode()
+    assert "of fp32 or " in out and "of bf16 weights" in out and "0.5 to 0.7 (peak)" in out
+
+
 def test_cards_stand_as_they_were_given_and_each_once() -> None:
     _, found = plans("qwen3-0.6b", "--gpu", "4090", "--gpu", "none", "--gpu", "3090", "--gpu", "RTX 4090")
     assert [each["card"] and each["card"]["name"] for each in found] == ["rtx-4090", None, "rtx-3090"]

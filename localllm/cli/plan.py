@@ -117,11 +117,13 @@ def _plan_cards(cli: CliContext, name: str, resolved: ResolvedSettings, flags: M
         rows = []
         for found in considered_elsewhere(name, resolved, flags["goal"], cards, line.show):
             planned = found.considered.advised() if len(cards) == 1 else found.considered.planned
-            basis = estimates([found.card], planned.shape.weights)
+            basis = estimates([(found.card, planned.shape.weights)])
             rows.append(CardRow(found.card, replace(planned, estimates=[*basis, *planned.estimates])))
     refusals = [row.planned.refusal for row in rows if row.planned.refusal is not None]
     is_refused = len(refusals) == len(rows)
     if flags["as_json"]:
+        for refusal in refusals:
+            with_origins(refusal, resolved)
         fields = [{"card": card_fields(card, each.shape.weights), **_fields(each)} for card, each in rows]
         cli.output.json({"schema_version": SCHEMA_VERSION, "cards": fields}, indent=2)
         if is_refused:

@@ -55,13 +55,16 @@ def show_cards(output: Output, rows: Sequence[CardRow]) -> None:
     shape = rows[0].planned.shape
     sequences = max(row.planned.plan.sequences for row in rows if row.planned.plan is not None)
     together = f", tok/s of up to {sequences} sequences together" if sequences > 1 else ""
-    output.line(f"{shape.name}: {format_bytes(shape.num_bytes)} of {shape.weights} weights{together}")
+    # Small models are not quantized, and have the type that the card multiplies.
+    sizes = {row.planned.shape.weights: format_bytes(row.planned.shape.num_bytes) for row in rows}
+    forms = " or ".join(f"{size} of {weights}" for weights, size in sizes.items())
+    output.line(f"{shape.name}: {forms} weights{together}")
     output.line()
     smallest = _smallest_whole(rows)
     output.table(_TITLES, [_cells(row, row is smallest) for row in rows], optional=("BOUND BY",), numbers=_NUMBERS)
     output.line()
     output.line(_verdict(rows, smallest))
-    for estimate in estimates((row.card for row in rows), shape.weights):
+    for estimate in estimates((row.card, row.planned.shape.weights) for row in rows):
         output.line(f"estimate: {estimate}")
 
 

@@ -47,12 +47,15 @@ def considered_elsewhere(
         yield CardPlan(card, consider(shape, files, wanted, say, job=job_of(goal, resolved), other=other))
 
 
-def estimates(cards: Iterable[CardSheet | None], weights: str) -> list[str]:
-    """Return what plans with these cards rest on, in lines of a narrow terminal; none where the CPU computes alone."""
-    sheets = [card for card in cards if card is not None]
-    if not sheets:
+def estimates(planned: Iterable[tuple[CardSheet | None, str]]) -> list[str]:
+    """Return what plans rest on, in lines of a narrow terminal; none where the CPU computes alone.
+
+    planned: cards, each with the format of the weights there.
+    """
+    found = [(card, weights) for card, weights in planned if card is not None]
+    if not found:
         return []
-    shares = [card.shares(weights) for card in sheets]
+    sheets, shares = [card for card, _ in found], [card.shares(weights) for card, weights in found]
     memory, peak, link = (_range({share[part] for share in shares}) for part in range(3))
     unsure = [card.name for card in sheets if card.uncertain]
     what = f"{sheets[0].name}'s data sheet" if len(sheets) == 1 else "data sheets"
