@@ -196,7 +196,7 @@ def _series(name: str) -> str:
 
 
 def unknown_architecture(source: str, config: Mapping[str, Any], known: Collection[str]) -> UnsupportedModelError:
-    """Return the error that a model of an architecture is that does not run here.
+    """Return the error for an architecture that does not run here.
 
     source: the file or the repository.
     config: its config.json, or as much of it as is known.

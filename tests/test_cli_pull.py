@@ -110,3 +110,8 @@ def test_a_repository_that_is_not_there_is_exit_code_three_or_six_in_four_lines(
     failed = run("pull", "maker/absent")
     assert failed.returncode in (3, 6)
     assert [line.split(b":")[0] for line in failed.stderr.splitlines()] == [b"error", b"why", b"fix", b"more"]
+
+
+def test_a_word_that_is_no_model_may_have_been_the_prompt(open_terminal: Open) -> None:
+    terminal = open_terminal("run", "Hi")
+    assert terminal.end() == 3 and b"if it is the prompt: localllm run -p Hi" in terminal.text

@@ -72,3 +72,15 @@ def test_a_hub_that_answers_something_else_is_an_error_with_the_command_to_try_a
     hub.listing_faults.extend([Fault("status", 418)])
     result = run_cli("search", "fox")
     assert result.code == 6 and "localllm search fox" in result.err
+    hub.requires_token = "hf_right"
+    refused = run_cli("search", "fox")
+    assert (refused.code, "the hub refused the search" in refused.err) == (6, True) and "answered 401" in refused.err
+
+
+def test_the_number_of_parameters_is_written_without_powers_of_ten(hub: FakeHub) -> None:
+    hub.found = [
+        listed("maker/fox-k2", config={"model_type": "qwen3"}, safetensors={"total": 1_030_000_000_000}),
+        listed("maker/fox-nano", config={"model_type": "qwen3"}, safetensors={"total": 65_000}, gated=True, tags=[]),
+    ]
+    _, largest, smallest = (line.split() for line in run_cli("search", "fox").out.decode().splitlines())
+    assert (largest[1], smallest[1]) == ("1030B", "0.065M")

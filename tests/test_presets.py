@@ -139,7 +139,7 @@ def test_a_folder_that_cannot_be_written_is_told(home: Path) -> None:
 def test_presets_are_listed_shown_and_deleted(mario: Path, folder: Path) -> None:
     assert "mario" in run_cli("preset", "list").out.decode()
     listed = run_cli("preset", "list", "--json").json["presets"]
-    assert listed == [{"name": "mario", "file": str(mario), "model": "tiny", "settings": VALUES | {"seed": 5}}]
+    assert listed == [{"name": "mario", "file": str(mario), "model": "tiny", "settings": VALUES}]
     assert run_cli("preset", "show", "MARIO", "--json").json["settings"] == VALUES
     assert SYSTEM in run_cli("preset", "show", "mario").out.decode()
     assert "nobody can be asked" in refused("preset", "rm", "mario")
@@ -298,3 +298,28 @@ def test_a_modelfile_that_cannot_be_honoured_writes_nothing(folder: Path, tmp_pa
 
 def test_a_preset_has_every_setting_that_shapes_answers() -> None:
     assert set(SETTINGS) - set(PRESET_SETTINGS) == {"offline", "private", "show_thoughts", "theme", "keys"}
+
+
+def test_a_model_chosen_in_a_chat_has_nothing_of_the_preset_before_it() -> None:
+    run_cli("preset", "save", "story", "-s", "You tell tales.", "--temperature", "0", "--max-tokens", "2")
+    run_cli("chat", "story", "--plain", stdin=b"/model tiny\n/preset save later\n/bye\n")
+    assert run_cli("preset", "show", "later", "--json").json["settings"] == {}
+
+
+def test_messages_of_a_file_get_the_system_message_of_the_preset_where_they_have_none(tmp_path: Path) -> None:
+    run_cli("preset", "save", "story", "-s", "You tell tales.")
+    asked = [{"role": "user", "content": "A fox"}]
+    for messages, system in (
+        (asked, "You tell tales."),
+        ([{"role": "system", "content": "Be brief."}, *asked], "Be brief."),
+    ):
+        (tmp_path / "m.json").write_text(json.dumps(messages))
+        shown = run_cli("run", "story", "--messages", tmp_path / "m.json", "--show-prompt").out.decode()
+        assert shown.count("system\n") == 1 and f"system\n{system}" in shown
+    assert "system message is left out" in run_cli("run", "story", "--raw", "-p", "x", "--show-prompt").err
+
+
+def test_no_alias_takes_the_name_of_a_preset() -> None:
+    run_cli("preset", "save", "story", "-s", "You tell tales.")
+    refused = run_cli("serve", "tiny", "--alias", "story")
+    assert (refused.code, "--alias story is the name of a preset" in refused.err) == (2, True)

@@ -56,10 +56,3 @@ def test_it_is_told_before_the_machine_is_measured_and_whoever_hears_may_stop_it
 
     with pytest.raises(InterruptedError, match="measuring"):
         judge("qwen3-8b", load_settings({"device": "cpu"}), say)
-
-
-def test_a_narrow_screen_has_the_same_verdict_in_fewer_words() -> None:
-    verdict = Verdict("offloads", 0.184)
-    assert verdict.text == "fits with offload, about 0.18 tok/s"
-    assert verdict.short_text == "fits, offload ~0.18 tok/s"
-    assert Verdict("too large").short_text == "does not fit"

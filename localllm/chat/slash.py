@@ -51,6 +51,7 @@ def _fork(session: ChatSession, _: str) -> list[str]:
 
 
 def _set(session: ChatSession, text: str) -> list[str]:
+    text = text.removeprefix("parameter ")  # as Ollama has it: `/set parameter temperature 0.7`
     key = text.partition(" ")[0].partition("=")[0]  # `top_k 5`, or `top_k=5`
     value = text[len(key) + 1 :].strip()
     if key == "think" and value:

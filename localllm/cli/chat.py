@@ -31,7 +31,7 @@ from localllm.cli.prompt import argument_text, has_blanks
 from localllm.cli.pulling import PULL
 from localllm.cli.screen import has_screen, run_screen
 from localllm.cli.selection import select_resumed
-from localllm.config import load_settings, user_directories
+from localllm.config import ResolvedSettings, load_settings, user_directories
 from localllm.errors import CardFaultError, Fix, HistoryError, LocalLLMError, ModelNotFoundError, UsageError
 from localllm.history import content_of
 from localllm.registry import BUILT_IN
@@ -123,8 +123,9 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
             raise
     selection = _select(cli, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
+    own = load_settings(setting_flags(flags))  # without what a preset or a model adds: for models chosen later
     if not flags["plain"]:
-        run_screen(cli, selection, load_settings(setting_flags(flags)), flags, resumed)
+        run_screen(cli, selection, own, flags, resumed)
     reader = LineReader(cli.output, user_directories().data / "history")
     with ChatEngine(cli, attaches=not flags["no_attach"]) as engines, contextlib.ExitStack() as stack:
         load = engines.load(selection)
@@ -137,7 +138,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         session.use_engine(load.handle, engine)
         if resumed is not None:
             _show_resumed(cli.output, resumed)
-        LineChat(cli, session, reader, engines, shows_statistics=flags["stats"]).run()
+        LineChat(cli, session, reader, engines, own, shows_statistics=flags["stats"]).run()
 
 
 def _select(cli: CliContext, word: str | None, flags: Mapping[str, Any], resumed: Resumed | None) -> Selection:
@@ -198,9 +199,18 @@ class LineChat:
     """The chat line by line: a message or a command in, an answer out. Errors are shown, and the chat goes on."""
 
     def __init__(
-        self, cli: CliContext, session: ChatSession, reader: LineReader, engines: ChatEngine, *, shows_statistics: bool
+        self,
+        cli: CliContext,
+        session: ChatSession,
+        reader: LineReader,
+        engines: ChatEngine,
+        resolved: ResolvedSettings,
+        *,
+        shows_statistics: bool,
     ) -> None:
+        """resolved: the settings for models chosen later."""
         self._cli = cli
+        self._resolved = resolved
         self._engines = engines
         self._output = cli.output
         self._session = session
@@ -340,15 +350,14 @@ class LineChat:
 
     def _model(self, name: str) -> None:
         """Show the model, or load another. Where that fails, the one before is loaded again."""
-        session, resolved = self._session, self._cli.resolved
+        session = self._session
         before = session.selection
-        assert resolved is not None
         if not name:
             self._output.note(
                 f"model {before.files.name}: /model NAME continues with another, `localllm list` shows them"
             )
             return
-        selection = selected(resolved, name)
+        selection = selected(self._resolved, name)
         load = self._engines.load(selection)  # first: where it cannot be, all stays as it is
         try:
             self._use(load, selection)

@@ -104,8 +104,8 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
 
 def _cells(row: ModelRow) -> tuple[str, ...]:
     packed = ", ".join(packed_text(packed) for packed in row.packed)
-    context, licence, source = str(row.context or ""), licence_text(row), source_text(row)
-    return row.name, row.state, parameters_text(row), size_text(row), packed, total_text(row), context, licence, source
+    sizes = parameters_text(row.parameters), size_text(row), packed, total_text(row), str(row.context or "")
+    return row.name, row.state, *sizes, licence_text(row.licence, gated=row.gated), source_text(row)
 
 
 def _list_choices(output: Output, *, as_json: bool) -> None:

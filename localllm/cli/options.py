@@ -396,7 +396,7 @@ def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str], fix:
 
 
 def _name_model(flags: dict[str, Any], model: str, positionals: Sequence[str]) -> None:
-    """Puts the model of -m in the place of MODEL, the first of the positionals, and what they have one place behind.
+    """Takes the model of -m as MODEL, the first of the positionals, and moves the others on by one.
 
     Raises UsageError where there is none for the last of them.
     """

@@ -67,7 +67,7 @@ def _complete_cards(incomplete: str) -> list[str]:
     ),
     option(
         "--gpu",
-        "Plan for a card that is not here, such as rtx-4090: an estimate.\n"
+        "Estimate for a card that is not here; repeat it to compare.\n"
         "It is by the card's data sheet. CPU and disk are "
         "this machine's, and --ram is then the memory of that machine, of which nine tenths may be used. May be "
         "repeated to compare cards. all: every known card. none: the CPU alone.",
@@ -113,6 +113,8 @@ def _plan_cards(cli: CliContext, name: str, resolved: ResolvedSettings, flags: M
     why = "--gpu plans for a machine that is not here; the CPU alone is --gpu none"
     refuse_together(flags, {"--gpu --device": why}, Fix.without("--device"))
     cards = chosen_cards(flags["gpu"])
+    if resolved.settings.device == "cpu" and any(card is not None for card in cards):
+        cli.output.note(f"device = cpu ({resolved.origins['device'].where}) is left aside: --gpu names a card")
     with cli.output.progress("planning") as line:
         rows = []
         for found in considered_elsewhere(name, resolved, flags["goal"], cards, line.show):

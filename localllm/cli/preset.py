@@ -29,8 +29,8 @@ from localllm.runtime.presets import (
     preset_names,
     save_preset,
 )
-from localllm.settings import KEPT, PROMPT
 
+_PRESET = "Preset"  # a heading of the help
 _SAVE_EXAMPLES = """Examples:
 
 \b
@@ -57,12 +57,12 @@ _NEW = argument("name", "NAME", "The preset's name, by which `run`, `chat` and `
         "The model, or a preset whose settings are taken over. Default: the setting `model` (tiny).",
         "MODEL",
         completion=complete_models,
-        group=PROMPT,
+        group=_PRESET,
         is_basic=True,
     ),
-    option("-s --system", "The system message; @FILE: the text of a file.", "TEXT", group=PROMPT, is_basic=True),
+    option("-s --system", "The system message; @FILE: the text of a file.", "TEXT", group=_PRESET, is_basic=True),
     *(name for name in PRESET_SETTINGS if name not in ("model", "system")),
-    option("--replace", "Replace the preset of that name.", group=KEPT, is_basic=True),
+    option("--replace", "Replace the preset of that name.", group=_PRESET, is_basic=True),
 )
 def keep(context: typer.Context, name: str, replace: bool, **flags: Any) -> None:
     """Save a preset.

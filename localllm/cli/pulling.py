@@ -66,7 +66,8 @@ def pull_absent(
         if not cli.can_ask:
             error.fix = [*error.fixes, Fix.flag("--pull")]
             raise error
-        cli.output.note(f"{name} is not on this disk: {', '.join(_facts(cli, name, resolved))}")
+        cli.output.note(f"{name} is not on this disk")
+        cli.output.note(", ".join(_facts(cli, name, resolved)))
         if not cli.confirms("Download it?"):
             cli.output.note(f"nothing was downloaded; localllm pull {shlex.quote(name)} does it")
             raise typer.Exit(error.exit_code)

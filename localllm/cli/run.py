@@ -200,8 +200,8 @@ EXCLUSIVE = {
 def run_command(context: typer.Context, **flags: Any) -> None:
     """Answer one prompt, or many with --batch.
 
-    The answer goes to stdout, everything else to stderr. Both are saved as a chat on this disk, except with --raw,
-    --messages, --batch and --private.
+    Without a prompt it opens a chat. The answer goes to stdout, all else to stderr. It is saved; not with --private,
+    --raw, --messages or --batch.
     """
     flags["continue"] = flags.pop("continues")
     cli = cli_context(context)
@@ -214,6 +214,8 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     choice = choice_of(flags)
     chat = "last" if flags["continue"] else flags["session"]
     resumed = None if chat is None else look_up(cli.output, chat)
+    if flags["continue"] and resumed is not None and cli.output.animated:
+        cli.output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
     selection = _select(cli, word, text, flags, resumed)
     if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
@@ -221,7 +223,7 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         refuse_together({"batch": True, "private": selection.private}, KEPT_JOB)
         run_batch(cli, selection, flags, form)
         return
-    source = read_source(cli.output, text, flags, selection.settings.system)
+    source = _under_preset(cli, read_source(cli.output, text, flags, selection.settings.system), selection)
     dialogue = None
     if not flags["raw"] and flags["messages"] is None:
         from localllm.text.chat_template import ChatInput
@@ -244,6 +246,21 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     require_met(cli, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
 
 
+def _under_preset(cli: CliContext, source: Source, selection: Selection) -> Source:
+    """Return the messages of a file with the system message of a preset in front, where they have none. A plain text
+    has no place for one, which is said."""
+    system = selection.preset.values.get("system") if selection.preset is not None else None
+    if system is None or selection.resolved.origins["system"].kind != "preset":
+        return source
+    if source.chat is None:
+        cli.output.note("--raw: the preset's system message is left out")
+        return source
+    if any(message["role"] in ("system", "developer") for message in source.chat.messages):
+        return source
+    messages = ({"role": "system", "content": system}, *source.chat.messages)
+    return replace(source, chat=replace(source.chat, messages=messages))
+
+
 def _is_for_chat(cli: CliContext, text: str | None, flags: Mapping[str, Any]) -> bool:
     """Return whether the line names no prompt, where somebody who sits at a terminal can type one."""
     if text is not None or not cli.can_ask or not cli.output.stdout_is_terminal:
@@ -259,9 +276,19 @@ def _chat(context: typer.Context, word: str | None, flags: Mapping[str, Any]) ->
     """Open a chat with the flags of `run` that it has, too."""
     from localllm.cli.chat import chat_command
 
-    taken = dict.fromkeys(set(inspect.signature(chat_command).parameters) - {"context"})
+    taken = set(inspect.signature(chat_command).parameters) - {"context"}
     resume = "last" if flags["continue"] else flags["session"]
-    chat_command(context, **{**taken, **{name: flags.get(name) for name in taken}, "model": word, "resume": resume})
+    typed = {**{name: flags.get(name) for name in taken}, "model": word, "resume": resume}
+    try:
+        chat_command(context, **typed)
+    except ModelNotFoundError as error:
+        if word is not None and not has_blanks(word):
+            error.fix = [*error.fixes, _as_prompt(word)]
+        raise
+
+
+def _as_prompt(word: str) -> str:
+    return f"if it is the prompt: {Fix.command('run', '-p', word)}"
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -329,7 +356,7 @@ def _select(
         if word is None or flags["messages"] is not None:
             raise
         if text is None:
-            error.fix = [*error.fixes, f"if it is the prompt: {Fix.command('run', '-p', word)}"]
+            error.fix = [*error.fixes, _as_prompt(word)]
         elif has_blanks(word) and is_model(text):  # in the wrong order
             error.fix = Fix.command("run", text, word)
         raise

@@ -13,7 +13,7 @@ from localllm.cli.models import print_choices
 from localllm.cli.options import argument, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.config import load_settings
-from localllm.runtime.model_catalog import model_rows
+from localllm.runtime.model_catalog import licence_text, model_rows, parameters_text
 from localllm.runtime.model_choice import choice_fields, model_choices
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def search_command(context: typer.Context, words: list[str], offline: bool | Non
     if not as_json and choices:
         print_choices(output, choices)
         output.line()
+    elif not as_json:
+        output.note(f"no short name has {' '.join(words)!r} in it")
     found = _on_hub(output, " ".join(words), resolved)
     if as_json:
         known = [choice_fields(choice) for choice in choices]
@@ -75,10 +77,10 @@ def _on_hub(output: Output, words: str, resolved: ResolvedSettings) -> list[Foun
 
 
 def _cells(model: FoundModel) -> tuple[str, ...]:
-    parameters = f"{model.parameters:.3g}B" if model.parameters else ""
     kind = "GGUF" if model.is_gguf else model.architecture
-    licence = f"{model.licence}{' (gated)' if model.gated else ''}"
-    return model.repo, parameters, _counted(model.downloads), licence, f"no: {model.why_not}" if model.why_not else kind
+    runs = f"no: {model.why_not}" if model.why_not else kind
+    parameters, licence = parameters_text(model.parameters), licence_text(model.licence, gated=model.gated)
+    return model.repo, parameters, _counted(model.downloads), licence, runs
 
 
 def _counted(count: int) -> str:

@@ -24,6 +24,7 @@ from localllm.cli.selection import select_or_pull
 from localllm.config import load_settings, user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check
+from localllm.runtime.presets import is_preset
 from localllm.runtime.selection import Selection, selected, with_defaults
 from localllm.settings import ANSWER, MACHINE, OUTPUT, SETTINGS, EngineConfig, SamplingSettings
 
@@ -204,6 +205,13 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     selection = select_or_pull(cli, flags["model"], flags)
     if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
+    for alias in filter(is_preset, flags["alias"] or ()):
+        why = "requests for that name would no longer get the preset"
+        raise UsageError(f"--alias {alias} is the name of a preset", why=why, fix=Fix.flag("--alias", "NAME"))
+    if flags["ray"] and selection.preset is not None:
+        why = "replicas are of a model, and have no presets"
+        fix = Fix.command("serve", selection.model_name, "--ray")
+        raise UsageError(f"{selection.preset.name} is a preset", why=why, fix=fix)
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])
     chosen = {"private": selection.private, "cache_disk": flags["cache_disk"]}
     refuse_together(chosen, {"--private --cache-disk": "a private chat stores nothing on the disk"})
@@ -234,15 +242,11 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
                 raise
         admission = _admission(cli, flags, sockets)
         if flags["ray"]:
-            if selection.preset is not None:
-                why = "replicas are of a model, and have no presets"
-                fix = Fix.command("serve", selection.model_name, "--ray")
-                raise UsageError(f"{selection.preset.name} is a preset", why=why, fix=fix)
             serve_replicas(cli, selection, flags, capacity, sockets, admission)
             return
         check(selection)
         resolved, preset = load_settings(setting_flags(flags)), selection.preset
-        if preset is not None:  # its engine is the model's; the rest of it is only for requests that ask for the preset
+        if preset is not None:  # the engine is shared; the preset's other settings are for requests that name it
             own = preset.over(resolved, {each.name: each for each in fields(EngineConfig)})
             selection = with_defaults(own, selection.files)
         pool = ModelPool(

@@ -181,6 +181,9 @@ class HubClient:
     def _refusal(self, status: int, headers: Mapping[str, str]) -> LocalLLMError:
         code = headers.get("x-error-code", "")
         token = "a token was sent" if self._token else "HF_TOKEN is not set and no token is stored"
+        if not self.repo:
+            why = f"{self.hub.endpoint} answered {status}; {token}"
+            return DownloadError("the hub refused the search", why=why, fix=self.resume_command)
         if status == 404 or code in ("RepoNotFound", "RevisionNotFound", "EntryNotFound"):
             what = {"RevisionNotFound": "has no such revision", "EntryNotFound": "lacks a file that it lists"}
             return ModelNotFoundError(

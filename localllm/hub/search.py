@@ -13,7 +13,7 @@ from localllm.hub.http import HubClient
 from localllm.hub.settings import HubSettings
 from localllm.registry import FAMILIES, REPO_ID
 
-_WANTED = ("config", "downloads", "gated", "gguf", "safetensors", "tags", "pipeline_tag")
+_WANTED = ("config", "downloads", "gated", "gguf", "safetensors", "tags")
 MOST_FOUND = 30
 
 

@@ -1,5 +1,4 @@
-"""What an error is about, put into its words: the variable or file that a setting came from, in the place of its flag;
-the model."""
+"""Puts into an error the model's name, and the variable or file that a setting came from in place of its flag."""
 
 from __future__ import annotations
 

@@ -41,11 +41,6 @@ class Verdict:
                 return "not known"
 
     @property
-    def short_text(self) -> str:
-        """Return the result in few words, for a narrow screen."""
-        return self.text.replace("fits with offload, about", "fits, offload ~").replace("~ ", "~")
-
-    @property
     def details(self) -> str:
         """Return with what it would be run, and how fast."""
         if self.tok_s is None:
@@ -54,8 +49,8 @@ class Verdict:
 
 
 def judge(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> Verdict:
-    """Milliseconds; seconds where this machine has not been measured yet, of which `say` hears beforehand. It may
-    raise. Uses no network."""
+    """Milliseconds; seconds where this machine has not been measured yet, of which `say` hears before; it
+    may raise. Uses no network."""
     from localllm.offload.planner.machine_memory import require_address_space
 
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from localllm.config import format_bytes
+from localllm.config import format_bytes, format_figure
 from localllm.errors import LocalLLMError
 from localllm.runtime.selection import sampling_defaults
 
@@ -98,9 +98,11 @@ def packed_text(packed: PackedWeights) -> str:
     return f"{packed.weights} {format_bytes(packed.size_bytes)}{note}"
 
 
-def parameters_text(row: ModelRow) -> str:
-    """Return the number of a model's weights in a table: "8.03B"; "" where it is not known."""
-    return f"{row.parameters:g}B" if row.parameters else ""
+def parameters_text(billions: float | None) -> str:
+    """Return the number of a model's weights in a table: "8.03B", "135M"; "" where it is not known."""
+    if not billions:
+        return ""
+    return f"{format_figure(billions)}B" if billions >= 1 else f"{format_figure(billions * 1000)}M"
 
 
 def size_text(row: ModelRow) -> str:
@@ -122,8 +124,8 @@ def source_text(row: ModelRow) -> str:
     return row.store or row.repo or own.get(row.state, "")
 
 
-def licence_text(row: ModelRow) -> str:
-    return f"{row.licence or ''}{' (gated)' if row.gated else ''}"
+def licence_text(licence: str | None, *, gated: bool | None) -> str:
+    return " ".join(filter(None, (licence, "(gated)" if gated else "")))
 
 
 def _of_installed(model: InstalledModel) -> ModelRow:

@@ -110,7 +110,7 @@ def choice_cells(choice: ModelChoice, *, is_best: bool) -> tuple[str, ...]:
     """Return a line of a table under CHOICE_TITLES."""
     name = f"{'*' if is_best else ' '} {choice.row.name}"
     figures = choice.download_text, choice.memory_text, choice.speed_text, choice.context_text
-    return name, *figures, licence_text(choice.row)
+    return name, *figures, licence_text(choice.row.licence, gated=choice.row.gated)
 
 
 def choice_fields(choice: ModelChoice) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def parameter_settings(parameters: Iterable[tuple[str, Any, str]]) -> dict[str, 
             raise UsageError(f"unknown parameter {name[:80]!r} in {where}", why=why, fix=f"write {nearest} there")
         key = PARAMETERS[name]
         if key == "stop":
-            texts = value if isinstance(value, list) else [value]
+            texts = value if isinstance(value, list) else [] if value is None else [value]
             found[key] = (*found.get(key, ()), *accepted(key, texts, where))
             continue
         given = _number(key, value) if isinstance(value, str) else value

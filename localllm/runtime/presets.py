@@ -100,7 +100,7 @@ def delete_preset(name: str) -> None:
 
 
 def choose(resolved: ResolvedSettings, word: str | None) -> tuple[ResolvedSettings, Preset | None]:
-    """Return the settings under which `word` is used, and the preset, where it names one. None: what the settings name.
+    """Return the settings for `word`, and its preset if it names one. Without a word the setting `model` is looked up.
 
     Of the settings, `model` then names the model itself. A flag beats the preset, which beats variables and files.
     """
@@ -142,8 +142,9 @@ def save_preset(name: str, values: Mapping[str, Any], *, replaces: bool) -> Path
 
 
 def based_on(word: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a preset of the model `word` with these; those of the preset `word`, where it names one,
-    are beneath them. A folder or a file stands there by its whole path. Raises ModelNotFoundError for an unknown name.
+    """Return the settings of a new preset of the model `word`. If `word` is a preset, these replace its settings.
+
+    A folder or a file stands there by its whole path. Raises ModelNotFoundError for an unknown name.
     """
     base = find_preset(word)
     if base is not None:

@@ -260,7 +260,9 @@ async def other_settings(served: ServedModel, wanted: Mapping[str, Any]) -> str 
     if wanted and engine is not None:
         with contextlib.suppress(LocalLLMError):  # it has just been killed
             facts = await asyncio.to_thread(engine.facts)
-            became = {"weights": facts.weights.partition("-")[0], "kv": facts.kv, "ctx": facts.ctx}
+            device = "cuda" if "vram" in facts.limits else "cpu"
+            weights = facts.weights.partition("-")[0]
+            became = {"weights": weights, "kv": facts.kv, "ctx": facts.ctx, "device": device}
     for name, value in wanted.items():
         has = getattr(served.selection.settings, name, None)
         is_open = has in (None, "auto")

@@ -18,7 +18,7 @@ from textual.screen import Screen
 from textual.worker import WorkerFailed
 
 from localllm.chat.recorder import Resumed
-from localllm.config import ResolvedSettings, user_directories
+from localllm.config import ResolvedSettings
 from localllm.errors import CardFaultError, LocalLLMError, UsageError
 from localllm.runtime.selection import Selection
 from localllm.tui import drafts, messages
@@ -303,8 +303,7 @@ class ChatApp(App[None]):
         elif name in ("auto", *THEMES):
             self.theme = THEMES.get(name, self._first_theme)
             if name != self.worker.resolved.settings.theme:
-                file = user_directories().config / "config.toml"
-                self.chat.notice.note(f'until you leave; theme = "{name}" in {file} keeps it')
+                self.chat.notice.note(f"until you leave; `localllm config set theme {name}` keeps it")
         else:
             known = ", ".join(["auto", *sorted(THEMES)])
             self.chat.notice.show_error(

@@ -15,6 +15,7 @@ from localllm.errors import ContextOverflowError, DoesNotFitError
 from localllm.history import History, history_file
 from localllm.runtime.presets import find_preset, save_preset
 from localllm.text.chat_template import ChatTemplate
+from localllm.tui import drafts
 from localllm.tui.app import ChatApp
 from localllm.tui.key_scopes import key_scopes
 from localllm.tui.keys import DEFAULTS
@@ -523,3 +524,20 @@ async def test_a_preset_is_taken_like_a_model_and_saved_from_a_chat() -> None:
     found = find_preset("again")
     assert found is not None
     assert found.values == {"model": "tiny", "system": "You are Mario.", "top_k": 3}
+
+
+async def test_a_command_that_leaves_is_no_draft_of_the_next_chat() -> None:
+    async with chatting(FakeService([])) as (app, pilot):
+        await pilot.press(*"/bye")
+        app.save_draft()  # as it is each second
+        await pilot.press("enter")
+    app.save_draft()
+    assert drafts.take() == ""
+
+
+async def test_one_escape_leaves_a_message_beside_a_notice() -> None:
+    async with chatting(FakeService(["One."]), asked="Hello") as (app, pilot):
+        await pilot.press("ctrl+up")
+        await press(pilot, "c", until="copied the message")
+        await pilot.press("escape")
+        assert app.chat.composer.has_focus and "copied" not in shown(app)

@@ -424,3 +424,12 @@ async def test_the_line_of_keys_can_be_clicked_and_shows_the_users_own() -> None
         assert "^f filter" in last
         await pilot.click(offset=(last.index("filter"), 29))
         await until(pilot, lambda: screen.filter_input.has_focus)
+
+
+@pytest.mark.parametrize("typed", ["https://huggingface.co/Qwen/Qwen3-8B", "hf.co/qwen/qwen3-8b", "Qwen/Qwen3-8B@main"])
+async def test_the_address_of_a_model_that_is_here_finds_it(typed: str) -> None:
+    async with models() as (_, pilot, screen):
+        await pilot.press("slash")
+        screen.filter_input.value = typed
+        await until(pilot, lambda: screen.table.lines and screen.table.lines[0].name == "qwen3-8b")
+        assert all(line.row.is_here or "8b" in line.name for line in screen.table.lines)

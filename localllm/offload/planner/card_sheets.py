@@ -34,7 +34,7 @@ _LOOKED_UP_SHARE = 0.5  # of nf4 and bf12, which are unpacked before they are mu
 _INT8_SHARE, _BF16_SHARE, _FP32_SHARE = 0.22, 0.7, 0.5
 _LANE_GBS = 0.985  # of PCIe 3.0; each generation has twice that of the one before
 _LINK_SHARE = 0.8  # 12.6 GB/s of pinned memory over PCIe 3.0 x16, as measured on many machines
-_LAUNCH_S, _OVERLAPPED_LAUNCH_S = 1.5e-6, 0.5e-6  # in a graph; the next kernel waits on the card already from 9.0 on
+_LAUNCH_S, _OVERLAPPED_LAUNCH_S = 1.5e-6, 0.5e-6  # in a graph; from 9.0 on, launches overlap
 _HOP_S = 40e-6  # two copies and a wait
 _WORKSPACE_BYTES = 64 << 20
 _BF16_CAPABILITY = (8, 0)
@@ -199,13 +199,13 @@ def find_card(word: str) -> CardSheet:
         return card_sheets()[variants[0]]
     if variants:
         why = f"there are {' and '.join(variants)}"
-        fixes = [Fix.flag("--gpu", name) for name in variants]
+        fixes = [Fix.model(word, name) for name in variants]
         raise UsageError(f"--gpu {word[:40]} is more than one card", why=why, fix=fixes)
     near = keys[difflib.get_close_matches(key[:40], keys, n=1, cutoff=0.0)[0]]
     raise UsageError(
         f"there is no card {word[:40]!r}",
         why=f"{len(keys)} are known, of NVIDIA and from compute capability 7.5 on, which localllm's kernels need",
-        fix=[Fix.flag("--gpu", near.name), Fix.flag("--gpu", ALL)],
+        fix=[Fix.model(word, near.name), Fix.flag("--gpu", ALL)],
     )
 
 

@@ -56,7 +56,7 @@ async def create(call: ApiCall, body: CreateBody) -> Response:
     if not body.from_:
         raise RequestError(400, "from: field required", param="from", name="missing_required_parameter")
     values = parameter_settings((key, value, f"parameters.{key}") for key, value in (body.parameters or {}).items())
-    await _save(call.pool, name, body.from_, {**values, **({"system": body.system} if body.system else {})})
+    await _save(call.pool, name, body.from_, {**values, **({} if body.system is None else {"system": body.system})})
     if body.stream is False:
         return JsonReply(SUCCESS)
 

@@ -53,10 +53,13 @@ async def models(call: ApiCall, _body: None) -> JsonReply:
     pool = call.pool
 
     def listed() -> Iterator[ListedModel]:
+        presets = sorted(pool.presets(), key=lambda preset: preset.name != pool.preset)
+        if presets and presets[0].name == pool.preset:  # what a request without a model asks for is the first of all
+            yield _preset(pool, presets.pop(0))
         for served in pool.models:
             meta = _meta(served)
             yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
-        for preset in pool.presets():
+        for preset in presets:
             with suppress(LocalLLMError):  # its model is not here any more
                 yield _preset(pool, preset)
         for row in pool.others():

@@ -328,6 +328,7 @@ class ChatScreen(Screen[None]):
         self.notice.clear()
         if self.composer.text.startswith("/"):
             self.composer.put_away()
+            self.unsent = self.panel.unsent  # at once: /bye leaves before the composer tells of its change
         try:
             name, rest = slash.split_command(line.strip(), COMMANDS)
             if (action := self._actions.get(name)) is not None:
@@ -375,8 +376,9 @@ class ChatScreen(Screen[None]):
 
     def action_close(self) -> None:
         """Close what is open, and go back to the composer."""
-        if not self.panel.close() and not self.notice.close():
-            self.set_focus(self.composer)
+        if not self.panel.close():
+            self.set_focus(self.composer)  # beside a notice, too: what is typed next is not meant for a message's keys
+            self.notice.close()
 
     def action_interrupt(self) -> None:
         """Copy the selection; else stop the answer, else empty the composer, else leave at the second press."""

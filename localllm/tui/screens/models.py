@@ -18,9 +18,9 @@ from textual.widgets import Input, OptionList, Static
 from localllm import hub
 from localllm.chat.text import one_line, visible
 from localllm.config import format_bytes
-from localllm.hub.names import HubName
+from localllm.hub.names import HubName, short_name
 from localllm.runtime.fit_check import Verdict
-from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, licence_text, model_rows, packed_text
+from localllm.runtime.model_catalog import ModelRow, fact_lines, freed_by, model_rows, packed_text
 from localllm.runtime.model_choice import best_of
 from localllm.runtime.selection import told_of
 from localllm.tui.download_worker import Download, DownloadWorker
@@ -202,9 +202,11 @@ class ModelsScreen(Screen[None]):
         return None if line is None else line.row
 
     def _show_lines(self) -> None:
-        words = self.filter_input.value.strip()
+        words = short_name(self.filter_input.value.strip())
         lines = self._lines
         found_there = HubName.read(words)
+        if found_there is not None and not found_there.part and found_there.revision in ("", "main"):
+            words = found_there.repo
         if found_there is not None and not any(row.matches(words.split()) for row in self._rows):
             lines.append(ModelLine(ModelRow(words, "available", found_there.repo)))
         self.table.show(lines, words)
@@ -375,7 +377,11 @@ def _ask_to_pull(row: ModelRow, verdict: Verdict | None) -> ChoiceDialog:
     size = "not known before the hub is asked" if about is None else f"about {format_bytes(about)}"
     if row.partial_bytes:
         size += f"; {format_bytes(row.partial_bytes)} of it are here, and are gone on from"
-    facts = [("from", row.repo or ""), ("size", size), ("licence", licence_text(row).replace(" (gated)", ""))]
+    facts = [
+        ("from", row.repo or ""),
+        ("size", size),
+        ("licence", row.licence or ""),
+    ]
     if verdict is not None:
         facts.append(("here", verdict.text))
     lines = [_fact(label, text) for label, text in facts if text]

@@ -100,7 +100,7 @@ _DOWNLOAD = _Column("download", 2, _download, len("pulling 99%"), is_number=True
 _MEMORY = _Column("memory", 3, lambda line: Content(line.choice.memory_text), len("99.9 GiB"), is_number=True)
 _SPEED = _Column("tok/s here", 1, _speed, is_number=True)
 _CONTEXT = _Column("context", 4, lambda line: Content(line.choice.context_text), is_number=True)
-_LICENCE = _Column("licence", 5, lambda line: Content(one_line(licence_text(line.row))))
+_LICENCE = _Column("licence", 5, lambda line: Content(one_line(licence_text(line.row.licence, gated=line.row.gated))))
 _PACKED = _Column(
     "packed", 6, lambda line: Content(", ".join(one_line(packed_text(packed)) for packed in line.row.packed))
 )
