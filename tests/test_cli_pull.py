@@ -81,8 +81,8 @@ def test_a_pull_that_is_interrupted_says_how_to_go_on_and_goes_on(run: Run, hub:
 
 
 def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it_and_begins(hub: FakeHub, open_terminal: Open) -> None:
-    terminal = open_terminal("run", NAME, "--max-tokens", "2", TERM="dumb", HF_ENDPOINT=hub.endpoint)
-    terminal.wait_for(r"maker/model is not on this disk: [\d.]+ [KM]iB to download")
+    terminal = open_terminal("run", NAME, "--max-tokens", "2", fresh=True, TERM="dumb", HF_ENDPOINT=hub.endpoint)
+    terminal.wait_for(r"maker/model is not on this disk\s+[\d.]+ [KM]iB to download")
     terminal.wait_for(r"Download it\? \[y/N\] ")
     terminal.send("y\n")
     terminal.wait_for_prompt()
@@ -92,7 +92,7 @@ def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it_and_begins(hub: 
 
 
 def test_who_does_not_want_it_is_told_how_to_get_it_later(hub: FakeHub, open_terminal: Open) -> None:
-    terminal = open_terminal("chat", NAME, "--plain", HF_ENDPOINT=hub.endpoint)
+    terminal = open_terminal("chat", NAME, "--plain", fresh=True, HF_ENDPOINT=hub.endpoint)
     terminal.wait_for(r"Download it\? \[y/N\] ")
     terminal.send("\n")
     assert terminal.end() == 3 and b"nothing was downloaded; localllm pull maker/model does it" in terminal.text

@@ -622,7 +622,7 @@ def test_rm_deletes_for_good_what_it_names(two: list[Session], path: Path) -> No
 
 def test_the_terminals_line_history_has_nothing_of_a_private_chat(tmp_path: Path, model: Path) -> None:
     pytest.importorskip("readline")
-    from tests.test_cli_terminal import Terminal
+    from tests.terminal import Terminal
 
     (tmp_path / "home").mkdir()
     terminal = Terminal(tmp_path / "home", "chat", model, "--plain", "--private", "--max-tokens", "2")

@@ -83,7 +83,8 @@ async def test_a_pasted_path_of_a_file_names_it_and_in_a_command_stays_a_path(fo
         app.chat.composer.clear_all()
         await pilot.press(*"/attach ")
         app.chat.composer.post_message(events.Paste(f"'{folder}/my notes.txt'"))
-        await press(pilot, "enter", until="my notes.txt (")
+        attached = app.worker.session.dialogue.attached
+        await press(pilot, "enter", until=lambda: [file.path for file in attached] == [f"{folder}/my notes.txt"])
         assert app.chat.num_turns == 0
 
 
