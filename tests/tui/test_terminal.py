@@ -233,7 +233,7 @@ async def test_the_theme_follows_a_terminal_that_answers_late_unless_another_was
         assert app.theme == "nord"
         await command(pilot, "/theme auto", until=lambda: app.theme == "localllm-dark")
         await command(pilot, "/theme light", until=lambda: app.theme == "localllm-light")
-        assert_shown(app, 'theme = "light" in ', "config.toml keeps it")
+        assert_shown(app, "`localllm config set theme light` keeps it")
     async with chatting(theme="nord") as (app, pilot):
         app.post_message(BackgroundReported(is_light=True))
         await pilot.pause()
