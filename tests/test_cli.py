@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -277,6 +278,13 @@ def test_list_all_tells_how_each_model_would_run_here_and_stars_the_best(monkeyp
     assert max(map(len, lines)) <= 80
     (star,) = (line for line in lines if line.startswith("*"))
     assert f"localllm chat {star.split()[1]}" in result.err and "no NVIDIA GPU" in result.err
+
+
+def test_list_all_says_where_its_speeds_were_measured_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cli("list", "--all")
+    assert "doctor --measure" not in run_cli("list", "--all").err
+    monkeypatch.setattr("localllm.cli.models.kept_profile", lambda: SimpleNamespace(busy=("disk",)))
+    assert "localllm doctor --measure measures it anew" in run_cli("list", "--all").err
 
 
 def test_a_model_whose_download_has_no_room_on_the_disk_gets_no_star(monkeypatch: pytest.MonkeyPatch) -> None:

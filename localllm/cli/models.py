@@ -15,6 +15,7 @@ from localllm.cli.pulling import pull
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
 from localllm.errors import Fix, UsageError
+from localllm.offload.planner.profile import kept_profile
 from localllm.runtime.fit_check import machine_line
 from localllm.runtime.model_catalog import (
     ModelRow,
@@ -126,6 +127,8 @@ def print_choices(output: Output, choices: Sequence[ModelChoice]) -> None:
     cells = [choice_cells(choice, is_best=choice is best) for choice in choices]
     output.table(CHOICE_TITLES, cells, optional=("CONTEXT", "LICENCE"), numbers=CHOICE_NUMBERS)
     output.note(f"MEMORY: of the weights, packed. TOK/S: about, on this machine. {machine_line()}")
+    if kept_profile().busy:
+        output.note("it was measured while it was busy, and may be faster; localllm doctor --measure measures it anew")
     if best is not None:
         output.note(f"* the largest that answers faster than you read: localllm chat {best.row.name}")
 
