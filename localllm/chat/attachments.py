@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from localllm.chat.file_kinds import text_of_file
+from localllm.chat.file_references import is_same, named_by, references
 from localllm.chat.text import one_line
 from localllm.chat.text_file import typed_path
 from localllm.errors import UsageError
@@ -48,12 +50,36 @@ class Attachment:
         return ending if ending.isalnum() and ending != "pdf" else "text"
 
 
-class FileMeter:
-    """Counts what files in front of a question take of a model's context. engine: None where none is loaded."""
+class FileReader:
+    """Reads the files of questions to a model, and counts what they take of its context."""
 
-    def __init__(self, engine: LoadedEngine | None) -> None:
+    def __init__(self, engine: LoadedEngine | None, tell: Callable[[str], object]) -> None:
+        """engine: None where none is loaded. tell: hears of the files that a question names."""
         self._engine = engine
+        self._tell = tell
         self._counted: dict[Attachment, int] = {}
+
+    def read(self, paths: Iterable[str], beside: Sequence[Attachment], *, grows: bool) -> list[Attachment]:
+        """Return the files of these paths, without those that are there already.
+
+        beside: the files that are.
+        grows: whether the context does, as far as the model has one.
+        Raises UsageError for a file that cannot be attached, or that the whole context does not hold.
+        """
+        files: list[Attachment] = []
+        for path in paths:
+            if not any(is_same(path, file.path) for file in (*beside, *files)):
+                files.append(read_attachment(path))
+                self._require_room(files[-1], grows=grows)
+        return files
+
+    def read_named(self, question: str, beside: Sequence[Attachment], *, grows: bool) -> list[Attachment]:
+        """Return the files that a question names by `@path`, as `read` does, and tell their sizes."""
+        named = references(question)
+        files = self.read(named.files, beside, grows=grows)
+        for note in (*named.remarks, *(f"{file.path}: {self.described(file)}" for file in files)):
+            self._tell(note)
+        return files
 
     def described(self, file: Attachment) -> str:
         """Return what a file costs, and how it was read: "1,240 tokens, 12 pages"."""
@@ -61,9 +87,8 @@ class FileMeter:
         size = f"{len(file.text):,} characters" if num_tokens is None else f"{num_tokens:,} tokens"
         return f"{size}, {file.remark}" if file.remark else size
 
-    def require_room(self, file: Attachment, *, grows: bool) -> None:
-        """Raise UsageError for a file that the whole context does not hold, as far as that is known. grows: as long as
-        the model has one."""
+    def _require_room(self, file: Attachment, *, grows: bool) -> None:
+        """Raise UsageError for a file that the whole context does not hold, as far as that is known."""
         num_tokens = self._num_tokens(file)
         if num_tokens is None or self._engine is None:
             return
@@ -106,6 +131,12 @@ def length_of_files(message: str) -> int:
 def files_of(message: str) -> list[Attachment]:
     """Return the files in front of a question."""
     return [Attachment(found["path"], found["text"]) for found in _QUOTED.finditer(message[: length_of_files(message)])]
+
+
+def kept_files(question: str, reworded: str) -> list[Attachment]:
+    """Return the files of a question for another wording of it: all but those that it named and names no more."""
+    named, still_named = named_by(typed_part(question)), named_by(reworded)
+    return [file for file in files_of(question) if file.path not in named or file.path in still_named]
 
 
 def typed_part(message: str) -> str:

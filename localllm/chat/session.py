@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer, context_used
-from localllm.chat.attachments import Attachment, FileMeter, files_of, read_attachment, typed_part
+from localllm.chat.attachments import Attachment, FileReader, kept_files
 from localllm.chat.context import (
     REMEDIES,
     ContextMeter,
@@ -27,7 +27,6 @@ from localllm.chat.context import (
     text_of,
 )
 from localllm.chat.dialogue import Dialogue, Message
-from localllm.chat.file_references import is_same, named_by, references
 from localllm.chat.miss_report import Explanation, explain
 from localllm.chat.recorder import AnswerRecording, Notifier, Resumed, recorder_of
 from localllm.chat.text_file import read_text_file, typed_path
@@ -136,7 +135,7 @@ class ChatSession:
     def _reset(self) -> None:
         self._meter = ContextMeter()
         self._noted = ""  # the last notice about the setting `think`
-        self._file_meter = FileMeter(self.engine)
+        self._files = FileReader(self.engine, self._notifier.note)
 
     # The model
 
@@ -230,8 +229,8 @@ class ChatSession:
         index = next((index for index, turn in enumerate(self.dialogue.turns) if turn is question), None)
         if index is None:
             raise UsageError("the question is not there any more", why="the chat shows others", fix="write it anew")
-        files = [*self.dialogue.attached, *_kept_files(text_of(self.dialogue.turns[index]), text)]
-        return self._replacing(index, text, [*files, *self._named_files(text, files)])
+        files = [*self.dialogue.attached, *kept_files(text_of(self.dialogue.turns[index]), text)]
+        return self._replacing(index, text, [*files, *self._files.read_named(text, files, grows=self._grows)])
 
     @contextmanager
     def _replacing(self, index: int, text: str, files: list[Attachment]) -> Iterator[None]:
@@ -315,9 +314,13 @@ class ChatSession:
         return self.dialogue.resolved.settings.overflow
 
     @property
+    def _grows(self) -> bool:
+        return self._policy == "grow"
+
+    @property
     def _policy_now(self) -> str:
         """The policy as far as the model allows: a context of the greatest length grows no more."""
-        return "stop" if self._policy == "grow" and not can_be_longer(self._loaded) else self._policy
+        return "stop" if self._grows and not can_be_longer(self._loaded) else self._policy
 
     def fullness(self) -> Fullness | None:
         """Return the notice about the context after the last answer, if there is one."""
@@ -406,34 +409,17 @@ class ChatSession:
 
     def attach(self, paths: Sequence[str]) -> None:
         """Put files in front of the next question: all, or none. Raises UsageError."""
-        self.dialogue.attached += self._read(paths, self.dialogue.attached)
+        self.dialogue.attached += self._files.read(paths, self.dialogue.attached, grows=self._grows)
 
     def put_question(self, text: str) -> None:
         """Add a question, behind the attached files and those that it names by `@path`. Raises UsageError for one that
         cannot be attached; nothing is added then."""
-        self.dialogue.attached += self._named_files(text, self.dialogue.attached)
+        self.dialogue.attached += self._files.read_named(text, self.dialogue.attached, grows=self._grows)
         self.dialogue.ask(text)
 
     def described(self, file: Attachment) -> str:
         """Return what a file costs, and how it was read: "1,240 tokens, 12 pages"."""
-        return self._file_meter.described(file)
-
-    def _named_files(self, text: str, beside: Sequence[Attachment]) -> list[Attachment]:
-        """Return the files that a question names and that are not among those beside it, and tell their sizes."""
-        named = references(text)
-        files = self._read(named.files, beside)
-        for note in (*named.remarks, *(f"{file.path}: {self.described(file)}" for file in files)):
-            self._notifier.note(note)
-        return files
-
-    def _read(self, paths: Sequence[str], beside: Sequence[Attachment]) -> list[Attachment]:
-        """Return the files of these paths, without those that are there already."""
-        files: list[Attachment] = []
-        for path in paths:
-            if not any(is_same(path, file.path) for file in (*beside, *files)):
-                files.append(read_attachment(path))
-                self._file_meter.require_room(files[-1], grows=self._policy == "grow")
-        return files
+        return self._files.described(file)
 
     def set_system(self, text: str | None) -> None:
         """Replace the system message of this conversation and the next ones."""
@@ -480,12 +466,6 @@ class ChatSession:
         """Record what was missed, and close the history."""
         self.recorder.catch_up()
         self.recorder.close()
-
-
-def _kept_files(before: str, text: str) -> list[Attachment]:
-    """Return the files of a question for another wording of it."""
-    named, still_named = (named_by(part) for part in (typed_part(before), text))
-    return [file for file in files_of(before) if file.path not in named or file.path in still_named]
 
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:

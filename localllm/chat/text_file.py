@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
+from localllm.whole_file import write_whole
 
 MAX_INPUT_BYTES = 16 << 20  # about four million tokens: more than any context
 ICONV = "iconv -f ISO-8859-1 -t UTF-8"
@@ -90,23 +90,13 @@ def write_new(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file, over one that is there; beside the name first, so that no half file ever has it. Raises
-    UsageError."""
-    unfinished = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    """Write a file as `write_whole` does. Raises UsageError."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(path)
+        write_whole(path, text)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         look = "df -h" if path.parent.is_dir() else "mkdir -p"
         fix = f"{look} {shlex.quote(str(path.parent))}"
         raise UsageError(f"{str(path)!r} cannot be written", why=why, fix=fix) from error
-    finally:
-        with suppress(OSError, ValueError):
-            unfinished.unlink(missing_ok=True)

@@ -132,9 +132,10 @@ def save_preset(name: str, values: Mapping[str, Any], *, replaces: bool) -> Path
         raise UsageError(f"there is a preset {there.stem!r} already", why=why, fix=Fix.flag("--replace"))
     path = there or presets_folder() / f"{name}.toml"
     lines = [f"{key} = {_toml(key, values[key])}\n" for key in PRESET_SETTINGS if values.get(key) not in (None, (), "")]
-    from localllm.offload.planner.profile import write_whole
+    from localllm.whole_file import write_whole
 
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, "".join(lines))
     except OSError as error:
         raise _unwritable(path, error) from None

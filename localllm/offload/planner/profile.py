@@ -15,7 +15,6 @@ import os
 import platform
 import runpy
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -255,20 +254,11 @@ def kept_profile() -> Profile:
 def keep(profile: Profile) -> None:
     """Store a profile. A cache that cannot be written is ignored."""
     with suppress(OSError):
-        write_whole(_path(), json.dumps(asdict(profile), indent=1))
+        from localllm.whole_file import write_whole  # which a plan of a known machine does without
 
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file atomically: it has all of its content, or stays as it was. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path = _path()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(profile), indent=1))
 
 
 def of_format(weights: str, *, on_card: bool = False) -> str:

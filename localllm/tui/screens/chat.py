@@ -32,7 +32,7 @@ from localllm.tui.job_queue import Job
 from localllm.tui.widgets.bars import KeyBar
 from localllm.tui.widgets.columns import Column, Columns
 from localllm.tui.widgets.composer import Composer, ComposerPanel
-from localllm.tui.widgets.message_view import MessageView, Thought
+from localllm.tui.widgets.message_view import MessageView
 from localllm.tui.widgets.sidebar import Sidebar
 from localllm.tui.widgets.status import Activity, AnswerRun, Notice, Status
 from localllm.tui.widgets.transcript import Transcript
@@ -407,26 +407,17 @@ class ChatScreen(Screen[None]):
 
     def action_select(self, step: int) -> None:
         """Focus the message before or after; behind the last one is the composer."""
-        views = self.transcript.views
-        target = step + next((number for number, view in enumerate(views) if view.has_focus), len(views))
-        if 0 <= target < len(views):
-            views[target].focus()
-        elif target >= len(views):
+        if not self.transcript.select(step):
             self.set_focus(self.composer)
-        else:
-            self.transcript.scroll_home(animate=False)
 
     def action_page(self, step: int) -> None:
-        self.transcript.scroll_relative(y=step * max(1, self.transcript.size.height - 2), animate=False)
+        self.transcript.page(step)
 
     async def action_go(self, where: str) -> None:
         await (self.transcript.go_home() if where == "home" else self.transcript.go_end())
 
     def action_thoughts(self) -> None:
-        thoughts = self.query(Thought)
-        is_open = not any(thought.is_open for thought in thoughts)
-        for thought in thoughts:
-            thought.is_open = is_open
+        self.transcript.toggle_thoughts()
 
     def action_new(self) -> None:
         self.unless_answering(lambda: self.worker.command("clear"))

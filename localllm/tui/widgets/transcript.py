@@ -15,7 +15,7 @@ from localllm.tui.code_index import CodeIndex
 from localllm.tui.keys import KeyNames
 from localllm.tui.messages import Turn
 from localllm.tui.widgets.document import Clear
-from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView
+from localllm.tui.widgets.message_view import AnswerView, MessageView, QuestionView, Thought
 from localllm.tui.widgets.welcome import Welcome
 
 _FIRST = 16  # messages that are mounted at once
@@ -168,6 +168,27 @@ class Transcript(Clear, VerticalScroll, can_focus=False):
             self.release_anchor()
             self.call_after_refresh(self.scroll_to_widget, view, animate=False, top=True, immediate=True)
         return view
+
+    def select(self, step: int) -> bool:
+        """Focus the message before (-1) or after (1) the focused one, the last where none is. False behind the last."""
+        target = step + next((number for number, view in enumerate(self.views) if view.has_focus), len(self.views))
+        if target >= len(self.views):
+            return False
+        if target >= 0:
+            self.views[target].focus()
+        else:
+            self.scroll_home(animate=False)
+        return True
+
+    def page(self, step: int) -> None:
+        self.scroll_relative(y=step * max(1, self.size.height - 2), animate=False)
+
+    def toggle_thoughts(self) -> None:
+        """Unfold all thoughts, or fold them where any is unfolded."""
+        thoughts = self.query(Thought)
+        is_open = not any(thought.is_open for thought in thoughts)
+        for thought in thoughts:
+            thought.is_open = is_open
 
     async def go_home(self) -> None:
         if self._first > 0:
