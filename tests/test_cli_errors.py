@@ -303,3 +303,20 @@ def test_a_folder_that_is_no_model_is_told_for_what_it_is(tmp_path: Path, files:
         (tmp_path / name).write_text(text)
     result = run_cli("run", tmp_path, "-p", "x")
     assert said in result.err and result.code in (1, 3), result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (["run", "tiny", "-p", "hi", "--temprature", "1"], "localllm run tiny -p hi --temperature 1"),
+        (["run", "tiny", "-p", "hi", "--temprature=1"], "localllm run tiny -p hi --temperature=1"),
+        (["run", "--temp", "0.5", "hi"], "localllm run --temperature 0.5 hi"),
+        (["chat", "--verbose"], "localllm chat --stats"),
+        (["list", "--temp"], "localllm list --help"),
+        (["config", "reset", "temperature"], "localllm config unset temperature"),
+    ],
+    ids=" ".join,
+)
+def test_a_flag_that_is_called_otherwise_gives_the_line_to_type(line: list[str], fix: str) -> None:
+    result = run_cli(*line)
+    assert result.code == 2 and f"fix:   {fix}\n" in result.err

@@ -115,3 +115,11 @@ def test_a_repository_that_is_not_there_is_exit_code_three_or_six_in_four_lines(
 def test_a_word_that_is_no_model_may_have_been_the_prompt(open_terminal: Open) -> None:
     terminal = open_terminal("run", "Hi")
     assert terminal.end() == 3 and b"if it is the prompt: localllm run -p Hi" in terminal.text
+
+
+def test_a_misspelt_repository_names_the_one_that_is_here(run: Run, hub: FakeHub, open_terminal: Open) -> None:
+    run("pull", NAME)
+    refused = run("run", "maker/modell", "-p", "once")
+    assert b"maker/model is here" in refused.stderr and b"fix:   localllm run maker/model -p once" in refused.stderr
+    terminal = open_terminal("run", "maker/modell", "-p", "once", fresh=True, NO_COLOR="1", HF_ENDPOINT=hub.endpoint)
+    assert terminal.end() == 3 and b"fix:   localllm run maker/model -p once" in terminal.text

@@ -71,7 +71,7 @@ def test_offline_the_hub_is_not_asked_and_this_is_said(hub: FakeHub) -> None:
 def test_a_hub_that_answers_something_else_is_an_error_with_the_command_to_try_again(hub: FakeHub) -> None:
     hub.listing_faults.extend([Fault("status", 418)])
     result = run_cli("search", "fox")
-    assert result.code == 6 and "localllm search fox" in result.err
+    assert result.code == 6 and "localllm search fox" in result.err and "localllm search fox --offline" in result.err
     hub.requires_token = "hf_right"
     refused = run_cli("search", "fox")
     assert (refused.code, "the hub refused the search" in refused.err) == (6, True) and "answered 401" in refused.err

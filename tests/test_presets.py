@@ -323,3 +323,17 @@ def test_no_alias_takes_the_name_of_a_preset() -> None:
     run_cli("preset", "save", "story", "-s", "You tell tales.")
     refused = run_cli("serve", "tiny", "--alias", "story")
     assert (refused.code, "--alias story is the name of a preset" in refused.err) == (2, True)
+
+
+def test_list_names_the_presets_and_create_says_what_it_replaces(tmp_path: Path) -> None:
+    assert "presets" not in run_cli("list").err
+    (tmp_path / "Modelfile").write_text("FROM tiny\nSYSTEM You tell tales.\n")
+    made = [run_cli("create", "story", "-f", tmp_path / "Modelfile") for _ in range(2)]
+    assert ["in place of the preset story" in each.err for each in made] == [False, True]
+    assert "presets: story" in run_cli("list").err
+
+
+def test_a_preset_for_the_cpu_is_left_aside_where_a_card_is_named() -> None:
+    run_cli("preset", "save", "story", "--device", "cpu")
+    assert "device = cpu" in run_cli("plan", "story", "--gpu", "4090").err
+    assert "device = cpu" not in run_cli("plan", "story", "--gpu", "none").err

@@ -8,7 +8,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -33,6 +33,14 @@ _OTHER_NAMES = {
     ("run", "--resume"): "--session last", ("chat", "-c"): "--resume", ("chat", "--continue"): "--resume",
     ("chat", "--session"): "--resume",
 }  # fmt: skip
+
+
+# What llama.cpp, Ollama and LM Studio call a flag.
+_ELSEWHERE = {
+    "--temp": "--temperature", "--verbose": "--stats", "--n-predict": "--max-tokens", "--predict": "--max-tokens",
+    "--ctx-size": "--ctx", "--context-length": "--ctx", "--repeat-penalty": "--repetition-penalty",
+}  # fmt: skip
+_NEAR = 0.75  # of letters in common: "--temprature" has 0.95 of --temperature
 
 
 def dispatch(arguments: Sequence[str], interrupts: Interrupts) -> int:
@@ -155,9 +163,9 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
             return Fix.advice(str(_line(arguments, "this command")).join(fix.words))
         case "model":
             word, instead = fix.words
-            if word in arguments[1:]:
-                changed = [arguments[0], *(instead if argument == word else argument for argument in arguments[1:])]
-                return _line(changed, f"the same command with {instead}")
+            changed = [instead + each[len(word) :] if _names(each, word) else each for each in arguments[1:]]
+            if changed != arguments[1:]:
+                return _line([arguments[0], *changed], f"the same command with {instead}")
         case "without":
             return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
         case "flag":
@@ -168,6 +176,11 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
                 kept = _without_flag(kept, flag)
             return _line([*kept, *fix.words], f"the same command with {fix}")
     return fix
+
+
+def _names(argument: str, word: str) -> bool:
+    """Return whether an argument is the word, or the word as a flag with a value behind "="."""
+    return argument == word or (word.startswith("--") and argument.startswith(f"{word}="))
 
 
 def _line(arguments: Sequence[str], otherwise: str) -> Fix:
@@ -183,11 +196,23 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return [word for word in (ALIASES.get(word, word) for word in arguments[:1]) if word in COMMANDS]
 
 
+def _flag_meant(flag: str, context: Any) -> str | None:
+    """Return the flag of a command that a word was meant for; None where none is near."""
+    import difflib  # which a line that is right does without
+
+    flags = [name for each in context.command.params for name in each.opts if name.startswith("--")]
+    if (named := _ELSEWHERE.get(flag)) in flags:
+        return named
+    return next(iter(difflib.get_close_matches(flag, flags, n=1, cutoff=_NEAR)), None)
+
+
 def _as_usage_error(error: typer.TyperException) -> UsageError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "localllm"
     usage = context.get_usage().removeprefix("Usage: ") if context else "localllm COMMAND"
     what = error.format_message().replace("Value error, ", "")
+    if context is not None and (flag := getattr(error, "option_name", None)) and (meant := _flag_meant(flag, context)):
+        return UsageError(f"no such option: {flag}", why=f"the nearest is {meant}", fix=Fix.model(flag, meant))
     return UsageError(
         what[:1].lower() + what[1:], why=f"usage: {' '.join(usage.split())}", fix=f"{path} --help" if context else ""
     )

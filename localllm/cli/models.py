@@ -39,7 +39,7 @@ from localllm.runtime.model_choice import (
     choice_fields,
     model_choices,
 )
-from localllm.runtime.presets import is_preset, model_of
+from localllm.runtime.presets import is_preset, model_of, preset_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +99,8 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     output.table(header, [_cells(row) for row in rows], optional=optional)
     if all(row.repo is None and not row.store for row in rows):
         output.note("`localllm list --all`: what can be pulled, and how fast it would be here")
+    if presets := preset_names():
+        output.note(f"presets: {', '.join(presets)}; `localllm preset list` shows them")
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
         output.note("orphan: its checkpoint is gone or has changed; `localllm rm NAME --packed` frees the space")
 

@@ -136,7 +136,10 @@ def create_command(context: typer.Context, name: str, file: Path | None) -> None
     output, path = cli_context(context).output, file or Path("Modelfile")
     found = parse_modelfile(read_input(path, "--file", output), str(path))
     folder = Path() if str(path) == "-" else path.parent
+    there = is_preset(name)
     saved = save_preset(name, based_on(_base(found.base, folder), found.values), replaces=True)
+    if there:
+        output.note(f"in place of the preset {saved.stem} that was there")
     if found.idle:
         output.note(f"left out, as a preset has no place for it: {', '.join(dict.fromkeys(found.idle))}")
     output.line(f"{saved.stem}: {saved}")

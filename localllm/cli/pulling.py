@@ -67,7 +67,11 @@ def pull_absent(
             error.fix = [*error.fixes, Fix.flag("--pull")]
             raise error
         cli.output.note(f"{name} is not on this disk")
-        cli.output.note(", ".join(_facts(cli, name, resolved)))
+        try:
+            cli.output.note(", ".join(_facts(cli, name, resolved)))
+        except ModelNotFoundError as there:  # the hub has none of that name: one that is here may have been meant
+            there.fix = [*(fix for fix in error.fixes if fix.kind == "model"), *there.fixes]
+            raise
         if not cli.confirms("Download it?"):
             cli.output.note(f"nothing was downloaded; localllm pull {shlex.quote(name)} does it")
             raise typer.Exit(error.exit_code)

@@ -98,7 +98,7 @@ def _app(
         extra_sampling(flags),
         theme or (LIGHT if is_light else DARK).name,
         keys,
-        unsent + typed,
+        unsent + typed.rstrip("\n"),  # enter was meant to send it, and there was nothing to send it yet
         shows_statistics=flags["stats"],
         follows_terminal=theme is None,
     )

@@ -13,6 +13,7 @@ from localllm.cli.models import print_choices
 from localllm.cli.options import argument, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.config import load_settings
+from localllm.errors import DownloadError, Fix
 from localllm.runtime.model_catalog import licence_text, model_rows, parameters_text
 from localllm.runtime.model_choice import choice_fields, model_choices
 
@@ -72,8 +73,12 @@ def _on_hub(output: Output, words: str, resolved: ResolvedSettings) -> list[Foun
         where = resolved.origins["offline"].where if resolved.settings.offline else "HF_HUB_OFFLINE"
         output.note(f"the hub was not asked: offline ({where})")
         return None
-    with output.progress("asking the hub") as line:
-        return search_hub(words, hub, line.show)
+    try:
+        with output.progress("asking the hub") as line:
+            return search_hub(words, hub, line.show)
+    except DownloadError as error:
+        error.fix = [*error.fixes, Fix.flag("--offline")]
+        raise
 
 
 def _cells(model: FoundModel) -> tuple[str, ...]:

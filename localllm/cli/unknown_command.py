@@ -53,7 +53,8 @@ def unknown_command(path: str, words: Sequence[str], commands: Iterable[str]) ->
         return UsageError(what, why=why, fix=fix)
     if not within and has_blanks(word) and len(word) <= _LONGEST_PROMPT:
         return UsageError(what, why="a prompt stands behind `run`", fix=Fix.command("run", word, *others))
-    nearest = difflib.get_close_matches(word.casefold(), list(commands), n=1)
+    meant = "unset" if within == ["config"] and word in ("reset", "delete", "remove", "rm") else word.casefold()
+    nearest = difflib.get_close_matches(meant, list(commands), n=1)
     if nearest:
         why, fix = f"the nearest is {nearest[0]!r}", Fix.command(*within, nearest[0], *others)
         return UsageError(what, why=why, fix=fix)

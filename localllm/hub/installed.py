@@ -5,6 +5,7 @@ Reads config.json as plain JSON for a few numbers to show; what they mean to the
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import shlex
@@ -40,6 +41,7 @@ from localllm.present import is_file, is_folder
 from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
 # Of a model's folder, beside weights and templates.
+_NEAR = 0.85  # of letters in common: a slip of the finger, not another size of the same series
 _READ = frozenset({
     *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
     "hf_quant_config.json", INDEX,
@@ -297,7 +299,18 @@ def _not_here(
         why += "; offline, nothing is fetched"
     if reference.entry is None and (nearest := [near for near in registry.nearest(name) if near != reference.name]):
         why += f"; did you mean {' or '.join(nearest)}?"
-    return ModelNotFoundError(f"{name} is not on this disk", why=why, fix=pull_command(name))
+    fixes = [pull_command(name)]
+    others = [repo for repo in _repositories(hub) if repo != cache.repo]
+    if meant := difflib.get_close_matches(cache.repo, others, n=1, cutoff=_NEAR):
+        why += f"; {meant[0]} is here"
+        fixes = [Fix.model(name, meant[0]), *fixes]
+    return ModelNotFoundError(f"{name} is not on this disk", why=why, fix=fixes)
+
+
+def _repositories(hub: HubSettings) -> list[str]:
+    """Return the repositories of which something is in the cache."""
+    folders = hub.cache_dir.glob("models--*--*") if is_folder(hub.cache_dir) else []
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
 
 
 def describe(name: str) -> ModelDescription:

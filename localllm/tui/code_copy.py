@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from textual.app import App
@@ -24,7 +25,8 @@ class CodeCopy:
     def copy(self, text: str, what: str) -> None:
         """Copy by the terminal (OSC 52), without control characters: a shell might obey them in a paste."""
         self._app.copy_to_clipboard(printable(text))
-        self._notice.note(f"copied {what}: {len(text):,} characters")
+        by_tmux = "; tmux hands it on with `set -g set-clipboard on`" if os.environ.get("TMUX") else ""
+        self._notice.note(f"copied {what}: {len(text):,} characters{by_tmux}")
 
     def copy_command(self, number: str) -> None:
         """`/copy`, or `/copy NUMBER`. Raises UsageError."""

@@ -77,6 +77,25 @@ def test_a_preset_says_what_its_model_says_with_the_same_settings(
     assert [each.name for each in server.pool.models] == ["tiny"]  # and no second engine
 
 
+def test_the_preset_that_is_served_is_the_first_of_the_models(mario: Path) -> None:
+    save_preset("alfa", MARIO, replaces=False)
+    with running(preset="mario") as server:
+        names = [each["id"] for each in server.get("/v1/models").json()["data"]]
+    assert names[0] == "mario" and names.count("mario") == 1 and {"tiny", "alfa"} <= set(names)
+
+
+def test_an_empty_system_message_takes_that_of_the_preset_beneath_away(server: Running, mario: Path) -> None:
+    body = {"model": "bare", "from": "mario", "system": "", "stream": False}
+    assert server.client.post("/api/create", json=body).status_code == 200
+    preset = find_preset("bare")
+    assert preset is not None and "system" not in preset.values and preset.values["temperature"] == 0
+
+
+def test_a_preset_for_the_cpu_is_served_by_an_engine_that_is_there(server: Running) -> None:
+    save_preset("here", {**MARIO, "device": "cpu"}, replaces=False)
+    assert SAID[CHAT[0]](server.answer(CHAT[0], {"model": "here", **CHAT[1]}))
+
+
 @pytest.mark.usefixtures("mario")
 def test_what_a_request_says_itself_beats_the_preset(server: Running) -> None:
     path, _, whole = OPENAI
