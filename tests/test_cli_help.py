@@ -110,7 +110,7 @@ def test_an_alias_is_the_command() -> None:
         (["push", "a"], "localllm pull MODEL"),
         (["A tale about an owl."], "localllm run 'A tale about an owl.'"),
         (["qqqq"], "localllm --help"),
-        (["ls", "--jso"], "localllm list --help"),
+        (["ls", "--jso"], "localllm ls --json"),
         (["help", "lsit"], "localllm help list"),
         (["help", "sessions", "exprt"], "localllm help sessions export"),
     ],

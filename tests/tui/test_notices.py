@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -136,7 +137,7 @@ def test_a_template_that_refuses_a_system_message_alone_is_no_error_of_a_count()
 
     engine = FakeEngine(template=ChatTemplate("{{ raise_exception('no user message') }}"))
     resolved = load_settings({"private": True})
-    session = ChatSession(selected(resolved, None), None, {}, system="Be brief.")  # type: ignore[arg-type]
+    session = ChatSession(selected(resolved, None), Mock(), {}, system="Be brief.")
     session.use_engine(FakeService(), engine)  # type: ignore[arg-type]
     assert session.usage().used == len("Be brief.")
 
