@@ -54,7 +54,7 @@ def test_attach_takes_several_files_lists_them_and_detach_removes_them(talk: Tal
 def test_of_several_files_all_are_attached_or_none(talk: Talk) -> None:
     Path("a.txt").write_text("one")
     result = talk("/attach a.txt b.txt", "/attach")
-    assert "'b.txt' cannot be attached" in result.err and "no file is attached" in result.err
+    assert "'b.txt' cannot be read" in result.err and "no file is attached" in result.err
 
 
 def test_a_line_that_is_nothing_but_the_path_of_a_file_attaches_it(talk: Talk, folder: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_line_that_is_nothing_but_the_path_of_a_file_attaches_it(talk: Talk, f
 def test_a_file_that_cannot_be_read_takes_the_question_with_it(talk: Talk) -> None:
     Path("a.bin").write_bytes(b"\x00\x01")
     result = talk("What is @a.bin?", "/undo")
-    assert "'a.bin' cannot be attached" in result.err and "there is no question to undo" in result.err
+    assert "'a.bin' cannot be read" in result.err and "there is no question to undo" in result.err
 
 
 def test_a_path_that_is_not_there_stays_text_and_is_told_of(talk: Talk) -> None:
@@ -117,6 +117,17 @@ def test_run_takes_the_text_of_a_pdf_for_a_file(model: Path) -> None:
     Path("a.pdf").write_bytes(pdf("The first page."))
     shown = run_cli("run", model, "--file", "a.pdf", "-p", "What of me@a.pdf and @a.pdf?", "--show-prompt")
     assert shown.out.decode().count("The first page.\n\nWhat of me@a.pdf and @a.pdf?") == 1
+
+
+def test_run_reads_a_file_as_a_chat_does(model: Path) -> None:
+    Path("latin.txt").write_bytes("Der Bär.".encode("latin-1"))
+    shown = run_cli("run", model, "--file", "latin.txt", "-p", "Who?", "--show-prompt")
+    assert "Der Bär.\n\nWho?" in shown.out.decode() and "read as Latin-1" in shown.err
+
+
+def test_a_misspelt_name_is_mended_by_a_command_of_the_chat(talk: Talk) -> None:
+    Path("my notes.md").write_text("x")
+    assert "fix:   /attach 'my notes.md'\n" in talk("/attach 'my nots.md'").err
 
 
 # What is read
@@ -205,7 +216,7 @@ def test_a_name_that_is_not_there_is_answered_with_the_nearest() -> None:
     Path("notes.md").write_text("x")
     with pytest.raises(UsageError) as caught:
         read_attachment("notse.md")
-    assert caught.value.why.endswith("the nearest name there is 'notes.md'")
+    assert caught.value.fixes[0].words == ("notse.md", "notes.md")
 
 
 # What a message has

@@ -114,7 +114,7 @@ def test_a_repository_that_is_not_there_is_exit_code_three_or_six_in_four_lines(
 
 def test_a_word_that_is_no_model_may_have_been_the_prompt(open_terminal: Open) -> None:
     terminal = open_terminal("run", "Hi")
-    assert terminal.end() == 3 and b"if it is the prompt: localllm run -p Hi" in terminal.text
+    assert terminal.end() == 3 and b"localllm run --prompt=Hi" in terminal.text
 
 
 def test_a_misspelt_repository_names_the_one_that_is_here(run: Run, hub: FakeHub, open_terminal: Open) -> None:

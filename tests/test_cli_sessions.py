@@ -286,6 +286,13 @@ def test_sessions_inside_a_chat_lists_the_latest(talk) -> None:
     assert result.err.endswith("title: the owl\n")
 
 
+def test_a_chat_goes_on_with_another_one_of_the_list(talk) -> None:
+    talk("the fox")
+    result = talk("the owl", "/sessions the fox", "/title", "/undo", "/sessions nobody")
+    assert "going on with" in result.err and ">>> the fox" in result.err and "title: the fox" in result.err
+    assert "removed the last question" in result.err and "there is no chat 'nobody'" in result.err
+
+
 # private
 
 
@@ -627,7 +634,7 @@ def test_the_terminals_line_history_has_nothing_of_a_private_chat(tmp_path: Path
     (tmp_path / "home").mkdir()
     terminal = Terminal(tmp_path / "home", "chat", model, "--plain", "--private", "--max-tokens", "2")
     try:
-        terminal.wait_for("private: nothing is saved")
+        terminal.wait_for(r"private:\s+nothing is saved")
         terminal.wait_for(">>> $")
         terminal.send("a secret\n")
         terminal.wait_for("a secret")

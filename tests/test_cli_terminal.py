@@ -55,14 +55,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("number", every_other([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]))
-def test_a_signal_stops_the_answer_keeps_it_and_prints_statistics(model: Path, start: Start, number: int) -> None:
+def test_a_signal_stops_the_answer_keeps_it_and_says_so(model: Path, start: Start, number: int) -> None:
     process = start("run", model, "-p", "the fox", bufsize=0)  # `communicate` would not see what a buffer holds
     begun = process.stdout.read(16)
     process.send_signal(number)
     rest, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + number and begun
     assert (begun + rest).endswith(b"\n")  # a random answer may begin with a newline, and then it needs no other
-    assert re.search(rb"seed \d+, cancelled\n", errors) and b"Traceback" not in errors
+    assert re.search(rb"stopped after \d+ tokens\n", errors) and b"Traceback" not in errors
 
 
 def test_a_hangup_that_nohup_has_turned_off_stops_nothing(model: Path, start: Start) -> None:
@@ -71,7 +71,7 @@ def test_a_hangup_that_nohup_has_turned_off_stops_nothing(model: Path, start: St
     assert process.stdout.read(8)
     process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and b"cancelled" not in errors
+    assert process.returncode == 0 and b"stopped" not in errors
 
 
 def test_an_interrupted_json_answer_is_one_whole_object(model: Path, start: Start) -> None:
@@ -96,7 +96,7 @@ def test_ctrl_c_while_the_prompt_is_read_leaves(model: Path, open_terminal: Open
     terminal = open_terminal("run", model, "-p", "the fox and " * 2500, "--ctx", "16384")
     terminal.wait_for("reading the prompt")
     terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 130 and b", cancelled" in terminal.text
+    assert terminal.end() == 130 and b"stopped after" in terminal.text
 
 
 @pytest.mark.parametrize(("module", "told"), [("interrupts", b""), ("dispatch", b"interrupted")])
@@ -257,7 +257,7 @@ def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) 
     terminal.send("go on\n")
     terminal.wait_for(r"\n.{40}")
     terminal.press_ctrl_c()
-    terminal.wait_for(", cancelled")
+    terminal.wait_for("stopped after")
     terminal.wait_for_prompt()
     terminal.say("/save chat.json", "wrote chat.json")
     terminal.send("/save chat.json\n")

@@ -231,9 +231,12 @@ def test_an_error_about_a_preset_s_setting_names_its_line(mario: Path) -> None:
 def test_other_commands_work_with_the_preset_s_model(mario: Path) -> None:
     mario.write_text('model = "tiny"\nctx = 128\n')
     assert run_cli("plan", "mario", "--json").json["ctx"] == 128
-    for line in (("tokenize", "{}", "a fox"), ("show", "{}", "--json"), ("rm", "{}", "--packed", "--yes")):
+    for line in (("tokenize", "{}", "a fox"), ("rm", "{}", "--packed", "--yes")):
         by_name, by_hand = (run_cli(*(word.format(name) for word in line)) for name in ("mario", "tiny"))
         assert (by_name.code, by_name.out) == (by_hand.code, by_hand.out)
+    shown = run_cli("show", "mario", "--json").json
+    assert shown.pop("preset") == "mario" and shown == run_cli("show", "tiny", "--json").json
+    assert run_cli("show", "mario").out.startswith(b"preset            mario, whose")
     assert "localllm preset rm mario" in refused("rm", "mario", "--yes")
     assert "localllm run mario x" in refused("run", "mari", "x", code=3)
 
@@ -290,6 +293,8 @@ def test_paths_in_a_modelfile_begin_at_its_folder(tmp_path: Path) -> None:
 def test_a_modelfile_that_cannot_be_honoured_writes_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "Modelfile").write_text("FROM tiny\nADAPTER ./lora\n")
     assert f"{tmp_path / 'Modelfile'}:2" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
+    (tmp_path / "Modelfile").write_text("FROM tiny\nSYSTEM Be brief.\nMESSAGE system Be long.\n")
+    assert "a second system message" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
     (tmp_path / "Modelfile").write_text("FROM no-such-model\n")
     refused("create", "mine", "-f", str(tmp_path / "Modelfile"), code=3)
     refused("create", "mine", "-f", str(tmp_path / "absent"))

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from localllm.chat import pdf_extraction
 from localllm.chat.text_file import MAX_INPUT_BYTES
 from localllm.config import format_bytes
-from localllm.errors import UsageError
+from localllm.errors import Fix, UsageError
 from localllm.present import is_there
 
 MAX_PDF_BYTES = 256 << 20  # most of a large one is pictures
@@ -50,18 +50,27 @@ def text_of_file(path: Path) -> tuple[str, str]:
                 return _text_of_pdf(path, file)
             data = file.read(MAX_INPUT_BYTES + 1) or b""
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        why = f"{getattr(error, 'strerror', None) or error}{_nearest_name(path)}"
-        raise _refused(path, why, shlex.join(["ls", "-l", str(path.parent)])) from error
+        why = getattr(error, "strerror", None) or str(error)
+        nearest = _nearest(path)
+        fix = shlex.join(["ls", "-l", str(path.parent)]) if nearest is None else Fix.model(str(path), str(nearest))
+        raise _refused(path, why, fix) from error
     return _decoded(path, data)
 
 
-def _nearest_name(path: Path) -> str:
-    """Return the end of a sentence about the name in the folder that is most like a path's; "" where none is."""
+def _nearest(path: Path) -> Path | None:
+    """Return the path in the same folder whose name is most like that of a file which is not there."""
     with suppress(OSError, ValueError):
         names = [] if is_there(path) else [each.name for each in path.parent.iterdir()]
         if nearest := difflib.get_close_matches(path.name, names, n=1):
-            return f"; the nearest name there is {nearest[0]!r}"
-    return ""
+            return path.with_name(nearest[0])
+    return None
+
+
+def is_pipe(path: Path) -> bool:
+    """Return whether a path is neither a plain file nor a folder, but can be read: a pipe, or a device."""
+    with suppress(OSError, ValueError):
+        return not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode))
+    return False
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -155,5 +164,5 @@ def _extracted_apart(path: Path, file: BinaryIO) -> dict[str, Any]:
     return reply
 
 
-def _refused(path: Path, why: str, fix: str) -> UsageError:
-    return UsageError(f"{str(path)!r} cannot be attached", why=why, fix=fix)
+def _refused(path: Path, why: str, fix: str | Fix) -> UsageError:
+    return UsageError(f"{str(path)!r} cannot be read", why=why, fix=fix)

@@ -5,6 +5,7 @@ Knows engines, dialogues and the history. Knows no terminal: front ends show wha
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,15 @@ from localllm.chat.thoughts import (
 )
 from localllm.chat.tool_words import adapted
 from localllm.config import shown_setting
-from localllm.errors import ContextOverflowError, LocalLLMError, SettingsError, TemplateError, UsageError
+from localllm.errors import (
+    ContextOverflowError,
+    Fix,
+    LocalLLMError,
+    ModelNotFoundError,
+    SettingsError,
+    TemplateError,
+    UsageError,
+)
 from localllm.runtime.selection import Selection
 from localllm.text.eviction import without
 
@@ -468,9 +477,15 @@ class ChatSession:
         self.recorder.close()
 
 
+def _typed_in_chat(fix: Fix, error: LocalLLMError) -> Fix | str:
+    if fix.kind == "model":
+        return f"/{'model' if isinstance(error, ModelNotFoundError) else 'attach'} {shlex.quote(fix.words[1])}"
+    return f"start again with {fix}" if fix.kind == "flag" else fix
+
+
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
     """Return the error with a fix that can be typed in a chat."""
-    error.fix = [f"start again with {fix}" if fix.kind == "flag" else fix for fix in error.fixes]
+    error.fix = [_typed_in_chat(fix, error) for fix in error.fixes]
     match error:
         case ContextOverflowError():
             error.fix = "/undo", "/clear", *error.fixes

@@ -115,7 +115,7 @@ COMMANDS: Mapping[str, Command] = {
         "show or change the title of the saved chat",
         lambda session, text: [f"title: {session.recorder.rename(text)}"],
     ),
-    "sessions": Command("", "list the latest saved chats"),
+    "sessions": Command("[ID]", "list the latest saved chats, or go on with one"),
     "attach": Command("[PATH...]", "put files before the next question, or list them; @PATH in it does so", _attach),
     "detach": Command("", "remove the files attached to the next question", _detach),
     "save": Command(
@@ -139,7 +139,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
-_ALIASES = {"exit": "bye", "quit": "bye", "?": "help", "file": "attach"}
+_ALIASES = {"exit": "bye", "quit": "bye", "?": "help", "file": "attach", "chats": "sessions", "resume": "sessions"}
 
 
 def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tuple[str, str]:

@@ -61,7 +61,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 # What other programs call a command. They are not listed as commands of their own.
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"ls": "list", "download": "pull", "remove": "rm", "delete": "rm", "version": "--version"}
+    {"ls": "list", "download": "pull", "remove": "rm", "delete": "rm", "version": "--version", "chats": "sessions"}
 )
 IMPLIED_VALUE = "last"  # of an option that may stand without one
 

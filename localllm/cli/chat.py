@@ -221,7 +221,7 @@ class LineChat:
         self._own_commands: Mapping[str, Callable[[str], None]] = {
             "help": lambda _: self._note(slash.command_list()),
             "regen": self._regenerate,
-            "sessions": self._list_sessions,
+            "sessions": self._sessions,
             "save": self._save,
             "copy": self._copy,
             "model": self._model,
@@ -322,10 +322,20 @@ class LineChat:
         with self._session.regenerating():
             self._answer()
 
-    def _list_sessions(self, _rest: str) -> None:
-        from localllm.cli.sessions import listed
+    def _sessions(self, word: str) -> None:
+        """List the latest saved chats, or go on with one of them, with the model that is loaded."""
+        if not word:
+            from localllm.cli.sessions import listed
 
-        self._note([*listed(_LISTED), "localllm chat --resume ID goes on with one of them"])
+            self._note([*listed(_LISTED), "/sessions ID goes on with one of them"])
+            return
+        resumed = look_up(self._output, word)
+        self._session.open(resumed)
+        _show_resumed(self._output, resumed)
+        if (before := resumed.session.model) not in (None, self._session.selection.model_name):
+            self._output.note(f"this chat was held with {before}: /model {before} goes on with that")
+        if (too_long := self._session.too_long()) is not None:
+            self._output.warn(too_long)
 
     def _copy(self, number: str) -> None:
         """Copy the last answer without its thought, or a code block of it; without a terminal it is printed."""

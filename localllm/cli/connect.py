@@ -108,11 +108,17 @@ def _list(cli: CliContext, *, as_json: bool) -> None:
 
 def _connection(name: str) -> ClientConfig:
     found = next((each for each in CONNECTIONS if each.name == name.casefold()), None)
+    if found is None and len(plain := _letters(name)) > 2:  # "vscode": Continue is for VS Code
+        found = next((each for each in CONNECTIONS if plain in _letters(each.title)), None)
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
         why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"
         raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=Fix.command("connect", near))
     return found
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text)).casefold()
 
 
 def _address(url: str) -> str:

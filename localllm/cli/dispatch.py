@@ -163,7 +163,7 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
             return Fix.advice(str(_line(arguments, "this command")).join(fix.words))
         case "model":
             word, instead = fix.words
-            changed = [instead + each[len(word) :] if _names(each, word) else each for each in arguments[1:]]
+            changed = [_replaced(each, word, instead) for each in arguments[1:]]
             if changed != arguments[1:]:
                 return _line([arguments[0], *changed], f"the same command with {instead}")
         case "without":
@@ -178,9 +178,14 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
     return fix
 
 
-def _names(argument: str, word: str) -> bool:
-    """Return whether an argument is the word, or the word as a flag with a value behind "="."""
-    return argument == word or (word.startswith("--") and argument.startswith(f"{word}="))
+def _replaced(argument: str, word: str, instead: str) -> str:
+    """Return an argument with another word in place of this one: the whole of it, or a side of its "="."""
+    if argument == word:
+        return instead
+    flag, _, value = argument.partition("=")
+    if flag.startswith("--") and word in (flag, value):
+        return f"{instead if flag == word else flag}={instead if value == word else value}"
+    return argument
 
 
 def _line(arguments: Sequence[str], otherwise: str) -> Fix:

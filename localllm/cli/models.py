@@ -39,7 +39,7 @@ from localllm.runtime.model_choice import (
     choice_fields,
     model_choices,
 )
-from localllm.runtime.presets import is_preset, model_of, preset_names
+from localllm.runtime.presets import find_preset, is_preset, model_of, preset_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,10 +160,14 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
         else:
             output.verbatim(text if text.endswith("\n") else f"{text}\n")
         return
-    description = hub.describe(model_of(model))
+    preset = find_preset(model)
+    description = hub.describe(model if preset is None else preset.model)
     if as_json:
-        output.json({"schema_version": SCHEMA_VERSION, **model_facts(description)}, indent=2)
+        asked = {} if preset is None else {"preset": preset.name}
+        output.json({"schema_version": SCHEMA_VERSION, **asked, **model_facts(description)}, indent=2)
         return
+    if preset is not None:
+        output.line(f"{'preset':<16}  {preset.name}, whose settings `localllm preset show {preset.name}` has")
     for label, text in fact_lines(description):
         output.line(f"{label:<16}  {text}")
 

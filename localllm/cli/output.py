@@ -178,10 +178,10 @@ class Output:
 
     def note(self, text: str) -> None:
         """Something a person may want to know: statistics, what happens now."""
-        self._write_lines(self._styled(_DIM, one_line(text)) + "\n")
+        self._write_lines(self._styled(_DIM, self._wrapped(text)) + "\n")
 
     def warn(self, text: str) -> None:
-        self._write_lines(self._styled(_YELLOW, "warning:") + f" {one_line(text)}\n")
+        self._write_lines(self._wrapped(text, self._styled(_YELLOW, "warning:"), len("warning:")) + "\n")
 
     def prompt(self, text: str) -> None:
         """Print a question, without a newline."""
@@ -215,6 +215,15 @@ class Output:
         """Whole lines, above the one that is drawn."""
         with self._lock:
             self._write_stderr(f"{_CLEAR_LINE}{text}{self._drawn}" if self._drawn else text)
+
+    def _wrapped(self, text: str, label: str = "", label_columns: int = 0) -> str:
+        """Return a label and a text, broken at its words where a terminal has no room for it on one line."""
+        line = f"{' ' * label_columns} {one_line(text)}" if label else one_line(text)
+        if self.stderr_is_terminal and len(line) > (columns := _columns(2)):
+            import textwrap  # which a short line does without
+
+            line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        return label + line[label_columns:]
 
     def _styled(self, style: str, text: str) -> str:
         return f"{style}{text}{_RESET}" if self.coloured else text

@@ -287,8 +287,9 @@ def _chat(context: typer.Context, word: str | None, flags: Mapping[str, Any]) ->
         raise
 
 
-def _as_prompt(word: str) -> str:
-    return f"if it is the prompt: {Fix.command('run', '-p', word)}"
+def _as_prompt(word: str) -> Fix:
+    """Return the fix that types the command again with the word as the prompt."""
+    return Fix.model(word, f"--prompt={word}")
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.file_kinds import text_of_file
+from localllm.chat.file_kinds import is_pipe, text_of_file
 from localllm.chat.harmony import FINAL, is_harmony
 from localllm.chat.thoughts import AS_IT_DOES, Effort, Thinking, answer_ids, effort_of, thinking_of
 from localllm.chat.tool_words import adapted
@@ -125,8 +125,14 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
 
 
 def _read_file(path: Path, output: Output) -> str:
-    """The text of a file of the prompt. Raises UsageError."""
-    return text_of_file(path)[0] if path.suffix.lower() == ".pdf" else read_input(path, "--file", output)
+    """The text of a file of the prompt, as one before a question of a chat is read; a pipe is read to its end. Raises
+    UsageError."""
+    if str(path) == "-" or is_pipe(path):
+        return read_input(path, "--file", output)
+    text, remark = text_of_file(path)
+    if remark:
+        output.note(f"{path}: {remark}")
+    return text
 
 
 def asked(question: str, system: str | None) -> Source:

@@ -76,6 +76,9 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
                 raise UsageError(
                     f"MESSAGE {role} cannot be honoured in {where}", why=NO_MESSAGES, fix="delete it there"
                 )
+            if "system" in found.values:
+                why = "a preset has one, and it is set above"
+                raise UsageError(f"there is a second system message in {where}", why=why, fix="delete one of them")
             found.values["system"] = content
         elif instruction == "system":
             found.values["system"] = _unquoted(rest)

@@ -96,7 +96,7 @@ def delete_preset(name: str) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise _unwritable(path, error, "deleted") from None
 
 
 def choose(resolved: ResolvedSettings, word: str | None) -> tuple[ResolvedSettings, Preset | None]:
@@ -226,9 +226,9 @@ def _read(path: Path) -> Preset:
     return Preset(path.stem, path, values, origins)
 
 
-def _unwritable(path: Path, error: OSError) -> SettingsError:
+def _unwritable(path: Path, error: OSError, verb: str = "written") -> SettingsError:
     why = error.strerror or str(error)
-    return SettingsError(f"{path} cannot be written", why=why, fix=f"ls -ld {shlex.quote(str(path.parent))}")
+    return SettingsError(f"{path} cannot be {verb}", why=why, fix=f"ls -ld {shlex.quote(str(path.parent))}")
 
 
 # As TOML has it

@@ -154,8 +154,10 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            fix = Fix.flag("--port", port + 1 if port < 65535 else 8420)
-            raise LocalLLMError(f"port {port} is taken", why=f"by {_owner(port)}", fix=fix) from None
+            owner, fixes = _owner(port), [Fix.flag("--port", port + 1 if port < 65535 else 8420)]
+            if owner.endswith("(localllm)"):
+                fixes.append(Fix.advice("localllm ps shows what is loaded there"))
+            raise LocalLLMError(f"port {port} is taken", why=f"by {owner}", fix=fixes) from None
         if error.errno in (errno.EACCES, errno.EPERM):
             raise LocalLLMError(
                 f"port {port} may not be used by this user", why=str(error), fix=Fix.flag("--port", 8420)

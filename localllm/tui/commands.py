@@ -16,7 +16,7 @@ COMMANDS: Mapping[str, Command] = {
     "code": Command("[NUMBER PATH]", "list the code blocks to copy, or save one to a file"),
     **{name: SHARED[name] for name in ("attach", "detach")},
     "model": Command("[NAME]", "choose a model; the chat stays"),
-    "sessions": Command("", "show all saved chats: search, open, rename, delete, export"),
+    "sessions": Command("[ID]", "show all saved chats: search, open, rename, delete, export"),
     "plan": Command("", "show where the model is placed, and how other settings would change that"),
     "save": SHARED["save"],
     "export": Command("PATH", "export the chat as Markdown (.md), or with all its branches (.json)"),

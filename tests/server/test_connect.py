@@ -144,6 +144,10 @@ def test_what_a_program_needs_and_the_model_has_not_is_told(server: Running) -> 
     assert "wants 32768 tokens of context; there are 1024" in run_cli("connect", "claude-code", "--url", server.url).err
 
 
+def test_a_program_is_found_by_a_word_of_its_title() -> None:
+    assert run_cli("connect", "vscode").out == run_cli("connect", "continue").out != b""
+
+
 @pytest.mark.parametrize(
     ("line", "fix"),
     [

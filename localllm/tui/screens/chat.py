@@ -352,7 +352,7 @@ class ChatScreen(Screen[None]):
             "copy": self._copies.copy_command,
             "code": lambda rest: self._copies.save_command(rest) if rest else self.action_code(),
             "model": lambda name: self.unless_answering(lambda: worker.use(name)) if name else self._run("models"),
-            "sessions": lambda _: self._run("chats"),
+            "sessions": lambda name: self.unless_answering(lambda: worker.open(name)) if name else self._run("chats"),
             "plan": lambda _: self._run("plan"),
             "export": lambda path: do(lambda: worker.export(path)),
             "show": lambda _: do(worker.note_all),
