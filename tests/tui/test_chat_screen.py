@@ -541,3 +541,13 @@ async def test_one_escape_leaves_a_message_beside_a_notice() -> None:
         await press(pilot, "c", until="copied the message")
         await pilot.press("escape")
         assert app.chat.composer.has_focus and "copied" not in shown(app)
+
+
+async def test_help_and_quit_stay_in_every_line_of_keys() -> None:
+    async with chatting(FakeService(["Once."])) as (app, pilot):
+        for key in ("f2", "f3", "f4"):
+            await pilot.press(key)
+            await until(pilot, lambda: app.screen is not app.chat)
+            await until(pilot, lambda: "f1 help  ^q quit" in shown(app).splitlines()[-1])
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is app.chat)

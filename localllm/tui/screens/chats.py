@@ -80,7 +80,8 @@ class ChatsScreen(Screen[None]):
         yield KeyBar(
             {
                 "chats.open": "open", "chats.delete": "delete", "chats.undo": "undo", "chats.rename": "rename",
-                "chats.export": "export", "chats.pin": "pin", "chats.new": "new", "chats.preview": "read",
+                "chats.preview": "read", "chats.pin": "pin", "chats.export": "export", "chats.new": "new",
+                "app.help": "help", "app.leave": "quit",
             }
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ def fitting(parts: Sequence[tuple[int, Content]], columns: int) -> Content:
 
 class KeyBar(Widget):
     """Keys that the focused field would take as letters are muted, but a click still presses them. Where room is short
-    the last are dropped."""
+    the last are dropped, but for those that lead away and to the help."""
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
         """words: a word for each key, by its binding's id on the screen or the app; several ids separated by a blank
@@ -68,9 +68,13 @@ class KeyBar(Widget):
             name: binding.description
             for name, (place, binding) in self._bound.items()
             if place == "screen" and binding.show
-        }
-        parts = [self._part(names.split(), word) for names, word in words.items()]
-        return fitting(list(enumerate(parts)), self.content_size.width)
+        } | {"app.help": "help", "app.leave": "quit"}
+        stays = ("app.", ".back", ".close")
+        parts = [
+            (0 if any(part in names for part in stays) else rank, self._part(names.split(), word))
+            for rank, (names, word) in enumerate(words.items(), start=1)
+        ]
+        return fitting(parts, self.content_size.width)
 
     @property
     def _bound(self) -> Mapping[str, tuple[str, Binding]]:
