@@ -179,7 +179,7 @@ def model_line(model: str, usage: ContextUsage | None) -> list[StatusPart]:
             if usage.parts.get(name)
         ]
         parts.append(
-            StatusPart(6, Content.styled(" ".join(shown), "$foreground-muted"), "tokens that these have in it")
+            StatusPart(6, Content.styled(" ".join(shown), "$foreground-muted"), "how many tokens each of these takes")
         )
     return parts
 
@@ -195,11 +195,11 @@ def speed_line(run: AnswerRun) -> list[StatusPart]:
             text = f"first word {finished.timings.ttft_s:.2f} s"
             parts.append(StatusPart(3, Content(text), "from the question to the answer's first word"))
         text = f"{finished.usage.cached_tokens:,} of {finished.usage.prompt_tokens:,} cached"
-        parts.append(StatusPart(4, Content(text), "tokens of the prompt that were known already"))
+        parts.append(StatusPart(4, Content(text), "tokens of the prompt taken from the cache"))
         speculation = finished.speculation
         if speculation is not None and speculation.drafted and speculation.tokens_per_pass is not None:
             text = f"{format_figure(speculation.tokens_per_pass)} tokens a step"
-            parts.append(StatusPart(5, Content(text), "more than 1 as right guesses are taken"))
+            parts.append(StatusPart(5, Content(text), "more than 1 where drafted tokens were right"))
     return parts
 
 
@@ -250,7 +250,7 @@ def _memory(facts: EngineFacts, *, is_short: bool) -> Iterator[StatusPart]:
     elif facts.streamed_bytes:
         each = "" if is_short else " a step"
         amount = Content.styled(f"{format_bytes(facts.streamed_bytes)}{each}", "$text-warning")
-        yield StatusPart(0, disk + amount, "read anew for every step")
+        yield StatusPart(0, disk + amount, "read from the disk for every token")
     elif facts.limits:
         yield StatusPart(0, disk + Content.styled("–", "$foreground-muted"), "nothing is read while it answers")
 
