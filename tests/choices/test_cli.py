@@ -149,7 +149,7 @@ def test_when_they_are_stopped_what_was_said_is_printed(
     monkeypatch.setattr(Interrupts, "stopping", at_once)
     drawn = () if how[0] == "--beams" else ("--temperature", "1")
     result = run_cli("run", model, "-p", "the fox", *drawn, *how)
-    assert result.code == 130 and "cancelled" in result.err and "error" not in result.err
+    assert result.code == 130 and "stopped after" in result.err and "error" not in result.err
 
 
 def test_an_answer_that_fails_is_told_of_when_the_others_are_printed(
