@@ -20,12 +20,12 @@ class Fix:
     """One way to mend an error. Front ends match on `kind`; `str(fix)` reads well in each of them.
 
     kind: "flag", to be added to the command that failed; "without", to be left out of it; "again", what stands before
-        and behind it; "model", a word of it and the model to name instead; "command", of localllm; "refetch", its files
-        are to be fetched anew; "advice", any other text.
+        and behind it; "model", a word of it and the model to name instead; "word", a word of it and another to type
+        instead; "command", of localllm; "refetch", its files are to be fetched anew; "advice", any other text.
     words: as a shell takes them, or of advice the one text.
     """
 
-    kind: Literal["flag", "without", "again", "model", "command", "refetch", "advice"]
+    kind: Literal["flag", "without", "again", "model", "word", "command", "refetch", "advice"]
     words: tuple[str, ...]
 
     @classmethod
@@ -52,6 +52,11 @@ class Fix:
         return cls("model", (word, instead))
 
     @classmethod
+    def word(cls, word: str, instead: str) -> Fix:
+        """Return the fix that types a command again with another word for this one: a file, a flag, a name."""
+        return cls("word", (word, instead))
+
+    @classmethod
     def advice(cls, text: str) -> Fix:
         return cls("advice", (text,))
 
@@ -73,6 +78,8 @@ class Fix:
                 return "this command".join(self.words)
             case "model":
                 return str(Fix.command("run", self.words[1]))
+            case "word":
+                return f"{self.words[1]} in place of {self.words[0]}"
             case "advice":
                 return self.words[0]
         return shlex.join(self.words)

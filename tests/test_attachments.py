@@ -125,6 +125,19 @@ def test_run_reads_a_file_as_a_chat_does(model: Path) -> None:
     assert "Der Bär.\n\nWho?" in shown.out.decode() and "read as Latin-1" in shown.err
 
 
+def test_a_raw_prompt_has_the_text_of_a_file_as_it_is(model: Path) -> None:
+    Path("lines.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert run_cli("run", model, "--raw", "--file", "lines.txt", "--show-prompt").out == b"one\r\ntwo\r\n"
+
+
+def test_a_file_waits_for_the_next_question_in_another_chat_too(talk: Talk) -> None:
+    Path("notes.md").write_text("The owl.")
+    assert (
+        "before the next question: notes.md"
+        in talk("One?", "/clear", "/attach notes.md", "/sessions One", "/attach").err.split("going on with")[1]
+    )
+
+
 def test_a_misspelt_name_is_mended_by_a_command_of_the_chat(talk: Talk) -> None:
     Path("my notes.md").write_text("x")
     assert "fix:   /attach 'my notes.md'\n" in talk("/attach 'my nots.md'").err

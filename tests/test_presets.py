@@ -293,8 +293,10 @@ def test_paths_in_a_modelfile_begin_at_its_folder(tmp_path: Path) -> None:
 def test_a_modelfile_that_cannot_be_honoured_writes_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "Modelfile").write_text("FROM tiny\nADAPTER ./lora\n")
     assert f"{tmp_path / 'Modelfile'}:2" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
-    (tmp_path / "Modelfile").write_text("FROM tiny\nSYSTEM Be brief.\nMESSAGE system Be long.\n")
-    assert "a second system message" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
+    lines = ["SYSTEM Be brief.\n", "MESSAGE system Be long.\n"]
+    for order in (lines, lines[::-1]):
+        (tmp_path / "Modelfile").write_text("FROM tiny\n" + "".join(order))
+        assert "a second system message" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
     (tmp_path / "Modelfile").write_text("FROM no-such-model\n")
     refused("create", "mine", "-f", str(tmp_path / "Modelfile"), code=3)
     refused("create", "mine", "-f", str(tmp_path / "absent"))

@@ -52,7 +52,7 @@ def text_of_file(path: Path) -> tuple[str, str]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         why = getattr(error, "strerror", None) or str(error)
         nearest = _nearest(path)
-        fix = shlex.join(["ls", "-l", str(path.parent)]) if nearest is None else Fix.model(str(path), str(nearest))
+        fix = shlex.join(["ls", "-l", str(path.parent)]) if nearest is None else Fix.word(str(path), str(nearest))
         raise _refused(path, why, fix) from error
     return _decoded(path, data)
 

@@ -47,7 +47,6 @@ from localllm.errors import (
     ContextOverflowError,
     Fix,
     LocalLLMError,
-    ModelNotFoundError,
     SettingsError,
     TemplateError,
     UsageError,
@@ -395,8 +394,10 @@ class ChatSession:
         """Put a saved chat in place of the present one."""
         self.recorder.catch_up()
         self.recorder.close()
+        waiting = list(self.dialogue.attached)
         self.dialogue.clear()
         resumed.restore(self.dialogue, None)
+        self.dialogue.attached.extend(waiting)  # before the next question, which is now one of this chat
         self.recorder = recorder_of(self.dialogue, self._notifier, self.selection, resumed)
         self._reset()
 
@@ -477,15 +478,15 @@ class ChatSession:
         self.recorder.close()
 
 
-def _typed_in_chat(fix: Fix, error: LocalLLMError) -> Fix | str:
-    if fix.kind == "model":
-        return f"/{'model' if isinstance(error, ModelNotFoundError) else 'attach'} {shlex.quote(fix.words[1])}"
+def _typed_in_chat(fix: Fix) -> Fix | str:
+    if fix.kind in ("model", "word"):
+        return f"/{'model' if fix.kind == 'model' else 'attach'} {shlex.quote(fix.words[1])}"
     return f"start again with {fix}" if fix.kind == "flag" else fix
 
 
 def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
     """Return the error with a fix that can be typed in a chat."""
-    error.fix = [_typed_in_chat(fix, error) for fix in error.fixes]
+    error.fix = [_typed_in_chat(fix) for fix in error.fixes]
     match error:
         case ContextOverflowError():
             error.fix = "/undo", "/clear", *error.fixes

@@ -230,17 +230,17 @@ class LineChat:
         }
 
     def run(self) -> None:
-        recorder, engine = self._session.recorder, self._session.engine
-        if self._reader.interactive and engine is not None:
-            private = "private: nothing is saved; " if recorder.is_private else ""
-            name = self._session.selection.files.name
+        session = self._session  # whose recorder is another one behind /sessions ID
+        if self._reader.interactive and (engine := session.engine) is not None:
+            private = "private: nothing is saved; " if session.recorder.is_private else ""
+            name = session.selection.files.name
             self._output.note(f"{name}, context {engine.ctx} tokens; {private}/help, /bye")
         try:
             self._converse()
         finally:
-            recorder.catch_up()
-        if self._reader.interactive and recorder.session_id is not None:
-            self._output.note(f"localllm chat --resume {recorder.session_id} goes on with this chat")
+            session.recorder.catch_up()
+        if self._reader.interactive and session.recorder.session_id is not None:
+            self._output.note(f"localllm chat --resume {session.recorder.session_id} goes on with this chat")
         if self._is_over or not self._reader.interactive:  # a script wants to know; a person has read it
             raise typer.Exit(self._exit_code)
 

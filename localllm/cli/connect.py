@@ -109,7 +109,8 @@ def _list(cli: CliContext, *, as_json: bool) -> None:
 def _connection(name: str) -> ClientConfig:
     found = next((each for each in CONNECTIONS if each.name == name.casefold()), None)
     if found is None and len(plain := _letters(name)) > 2:  # "vscode": Continue is for VS Code
-        found = next((each for each in CONNECTIONS if plain in _letters(each.title)), None)
+        meant = [each for each in CONNECTIONS if plain in _letters(f"{each.name} {each.title}")]
+        found = meant[0] if len(meant) == 1 else None
     if found is None:
         near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
         why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"

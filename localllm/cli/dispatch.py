@@ -161,11 +161,11 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
     match fix.kind:
         case "again":
             return Fix.advice(str(_line(arguments, "this command")).join(fix.words))
-        case "model":
+        case "model" | "word":
             word, instead = fix.words
-            changed = [_replaced(each, word, instead) for each in arguments[1:]]
-            if changed != arguments[1:]:
-                return _line([arguments[0], *changed], f"the same command with {instead}")
+            if (place := _place_of(word, arguments)) is not None:
+                changed = _with_word(arguments, place, _replaced(arguments[place], word, instead))
+                return _line(changed, f"the same command with {instead}")
         case "without":
             return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
         case "flag":
@@ -174,8 +174,36 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
                 kept = _without_flag(kept, "--vram")
             for flag in (word for word in fix.words if word.startswith("-")):
                 kept = _without_flag(kept, flag)
-            return _line([*kept, *fix.words], f"the same command with {fix}")
+            return _line(_with_flags(kept, fix.words), f"the same command with {fix}")
     return fix
+
+
+def _with_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return a line with more flags, in front of `--`, behind which none is one."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:end], *flags, *arguments[end:]]
+
+
+def _place_of(word: str, arguments: Sequence[str]) -> int | None:
+    """Return where a word stands behind the command: as a model, as an argument or a flag, or as a flag's value."""
+
+    def rank(place: int) -> int:
+        argument, before = arguments[place], arguments[place - 1]
+        if before in ("-m", "--model") or argument.startswith("--model="):
+            return 0
+        return 1 if before == "--" or not before.startswith("-") else 2
+
+    places = [place for place in range(1, len(arguments)) if _replaced(arguments[place], word, "") != arguments[place]]
+    return min(places, key=rank, default=None)
+
+
+def _with_word(arguments: Sequence[str], place: int, instead: str) -> list[str]:
+    """Return a line with another word at a place of it; a flag goes in front of `--`."""
+    before, behind = list(arguments[:place]), list(arguments[place + 1 :])
+    if "--" not in before or not instead.startswith("-"):
+        return [*before, instead, *behind]
+    kept = _with_flags([*before, *behind], [instead])
+    return kept[:-1] if kept[-1] == "--" else kept
 
 
 def _replaced(argument: str, word: str, instead: str) -> str:
@@ -208,7 +236,11 @@ def _flag_meant(flag: str, context: Any) -> str | None:
     flags = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     if (named := _ELSEWHERE.get(flag)) in flags:
         return named
-    return next(iter(difflib.get_close_matches(flag, flags, n=1, cutoff=_NEAR)), None)
+    front = "--no-" if flag.startswith("--no-") else "--"  # never the opposite
+    names = [name for name in flags if name.startswith("--no-") == (front == "--no-")]
+    near = {f"--{name.removeprefix(front)}": name for name in names}
+    found = difflib.get_close_matches(f"--{flag.removeprefix(front)}", near, n=1, cutoff=_NEAR)
+    return near[found[0]] if found else None
 
 
 def _as_usage_error(error: typer.TyperException) -> UsageError:
@@ -217,7 +249,7 @@ def _as_usage_error(error: typer.TyperException) -> UsageError:
     usage = context.get_usage().removeprefix("Usage: ") if context else "localllm COMMAND"
     what = error.format_message().replace("Value error, ", "")
     if context is not None and (flag := getattr(error, "option_name", None)) and (meant := _flag_meant(flag, context)):
-        return UsageError(f"no such option: {flag}", why=f"the nearest is {meant}", fix=Fix.model(flag, meant))
+        return UsageError(f"no such option: {flag}", why=f"the nearest is {meant}", fix=Fix.word(flag, meant))
     return UsageError(
         what[:1].lower() + what[1:], why=f"usage: {' '.join(usage.split())}", fix=f"{path} --help" if context else ""
     )

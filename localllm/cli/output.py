@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ SCHEMA_VERSION = 1
 _BOLD, _DIM, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 _TONE_STYLES: Mapping[Tone, str] = {"good": "\x1b[32m", "fair": _YELLOW, "poor": _RED}
 _CLEAR_LINE = "\r\x1b[2K"
+_UNBROKEN = "\ue000"  # a blank that ends no word
 _NARROWEST_BAR = 5  # columns; where a terminal has no room for it, the time that is left goes first
 
 
@@ -217,13 +219,15 @@ class Output:
             self._write_stderr(f"{_CLEAR_LINE}{text}{self._drawn}" if self._drawn else text)
 
     def _wrapped(self, text: str, label: str = "", label_columns: int = 0) -> str:
-        """Return a label and a text, broken at its words where a terminal has no room for it on one line."""
-        line = f"{' ' * label_columns} {one_line(text)}" if label else one_line(text)
-        if self.stderr_is_terminal and len(line) > (columns := _columns(2)):
-            import textwrap  # which a short line does without
-
-            line = textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        return label + line[label_columns:]
+        """Return a label and a text, broken at its words where a terminal has no room for it on one line. Commands to
+        paste are not broken: those in backticks, and a line with one without is left to the terminal."""
+        line = f" {one_line(text)}" if label else one_line(text)
+        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", _UNBROKEN), line)
+        if self.stderr_is_terminal and "localllm " not in whole:
+            wrap = WordWrap(lambda: _columns(2))
+            wrap.feed("-" * label_columns)
+            line = (wrap.feed(whole) + wrap.flush())[label_columns:].replace(_UNBROKEN, " ")
+        return label + line
 
     def _styled(self, style: str, text: str) -> str:
         return f"{style}{text}{_RESET}" if self.coloured else text

@@ -289,7 +289,7 @@ def _chat(context: typer.Context, word: str | None, flags: Mapping[str, Any]) ->
 
 def _as_prompt(word: str) -> Fix:
     """Return the fix that types the command again with the word as the prompt."""
-    return Fix.model(word, f"--prompt={word}")
+    return Fix.word(word, f"--prompt={word}")
 
 
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:

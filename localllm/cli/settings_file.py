@@ -34,7 +34,7 @@ class SettingName:
         key = key.replace("-", "_").lower()
         if key not in SETTINGS:
             nearest = nearest_key(word, SETTINGS)
-            raise unknown_key(word, "this command", SETTINGS, fix=Fix.model(word, nearest))
+            raise unknown_key(word, "this command", SETTINGS, fix=Fix.word(word, nearest))
         is_table = SETTINGS[key].accepts.kind == "table"
         if is_table and not entry:
             why = f"{key} is a table, of which this command changes one entry"

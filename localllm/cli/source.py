@@ -107,7 +107,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     paths = flags["file"] or []
     is_form_piped = _form_of_stdin(flags) is not None
     parts = [] if Path("-") in paths or is_form_piped else [read_stdin(output)]
-    parts += [_read_file(path, output) for path in paths]
+    parts += [_read_file(path, output, is_raw=flags["raw"]) for path in paths]
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
@@ -124,10 +124,10 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     return asked(question, argument_text(system, "--system") if system else None)
 
 
-def _read_file(path: Path, output: Output) -> str:
-    """The text of a file of the prompt, as one before a question of a chat is read; a pipe is read to its end. Raises
-    UsageError."""
-    if str(path) == "-" or is_pipe(path):
+def _read_file(path: Path, output: Output, *, is_raw: bool) -> str:
+    """The text of a file of the prompt, as one before a question of a chat is read. A pipe is read to its end, and a
+    text of a raw prompt stays as it is. Raises UsageError."""
+    if str(path) == "-" or is_pipe(path) or (is_raw and path.suffix.lower() != ".pdf"):
         return read_input(path, "--file", output)
     text, remark = text_of_file(path)
     if remark:

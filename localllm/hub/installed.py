@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,8 +41,8 @@ from localllm.hub.stores import StoreModel, find_in_store, names_in_stores
 from localllm.present import is_file, is_folder
 from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 
+_NEAR = 0.85  # of letters in common: "maker/modell" has 0.96 of maker/model
 # Of a model's folder, beside weights and templates.
-_NEAR = 0.85  # of letters in common: a slip of the finger, not another size of the same series
 _READ = frozenset({
     *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
     "hf_quant_config.json", INDEX,
@@ -300,17 +301,25 @@ def _not_here(
     if reference.entry is None and (nearest := [near for near in registry.nearest(name) if near != reference.name]):
         why += f"; did you mean {' or '.join(nearest)}?"
     fixes = [pull_command(name)]
-    others = [repo for repo in _repositories(hub) if repo != cache.repo]
-    if meant := difflib.get_close_matches(cache.repo, others, n=1, cutoff=_NEAR):
-        why += f"; {meant[0]} is here"
-        fixes = [Fix.model(name, meant[0]), *fixes]
+    if reference.entry is None and (meant := _meant(reference, cache, hub)):
+        why += f"; {meant} is here"
+        fixes = [Fix.model(name, meant), *fixes]
     return ModelNotFoundError(f"{name} is not on this disk", why=why, fix=fixes)
 
 
-def _repositories(hub: HubSettings) -> list[str]:
-    """Return the repositories of which something is in the cache."""
+def _meant(reference: ModelReference, cache: RepoCache, hub: HubSettings) -> str | None:
+    """Return the model on this disk whose repository has almost the same name, and the same numbers: another one is
+    another size of the series. None where there is none."""
     folders = hub.cache_dir.glob("models--*--*") if is_folder(hub.cache_dir) else []
-    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+    repos = (folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders)
+    numbers = re.findall(r"\d+", cache.repo)
+    others = [repo for repo in repos if repo != cache.repo and re.findall(r"\d+", repo) == numbers]
+    for repo in difflib.get_close_matches(cache.repo, others, n=1, cutoff=_NEAR):
+        other = RepoCache(hub.cache_dir, repo)
+        commit = other.commit_of(reference.revision)
+        if commit is not None and (other.gguf_files(commit) or not other.missing(commit)):
+            return f"{repo}:{reference.part}" if reference.part else repo
+    return None
 
 
 def describe(name: str) -> ModelDescription:

@@ -76,12 +76,9 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
                 raise UsageError(
                     f"MESSAGE {role} cannot be honoured in {where}", why=NO_MESSAGES, fix="delete it there"
                 )
-            if "system" in found.values:
-                why = "a preset has one, and it is set above"
-                raise UsageError(f"there is a second system message in {where}", why=why, fix="delete one of them")
-            found.values["system"] = content
+            _set_system(found, content, where)
         elif instruction == "system":
-            found.values["system"] = _unquoted(rest)
+            _set_system(found, _unquoted(rest), where)
         elif found.base:
             raise UsageError(
                 f"there is a second FROM in {where}", why="a preset is of one model", fix="delete it there"
@@ -92,6 +89,13 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
         raise UsageError(f"{name} has no FROM", why="it says which model the preset is of", fix="add a line FROM MODEL")
     found.values |= parameter_settings(parameters)
     return found
+
+
+def _set_system(found: Modelfile, text: str, where: str) -> None:
+    if "system" in found.values:
+        why = "a preset has one, and it is set above"
+        raise UsageError(f"there is a second system message in {where}", why=why, fix="delete one of them")
+    found.values["system"] = text
 
 
 def parameter_settings(parameters: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:

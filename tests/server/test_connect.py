@@ -146,6 +146,7 @@ def test_what_a_program_needs_and_the_model_has_not_is_told(server: Running) -> 
 
 def test_a_program_is_found_by_a_word_of_its_title() -> None:
     assert run_cli("connect", "vscode").out == run_cli("connect", "continue").out != b""
+    assert run_cli("connect", "code").code == 2  # of several
 
 
 @pytest.mark.parametrize(

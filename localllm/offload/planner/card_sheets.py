@@ -199,13 +199,13 @@ def find_card(word: str) -> CardSheet:
         return card_sheets()[variants[0]]
     if variants:
         why = f"there are {' and '.join(variants)}"
-        fixes = [Fix.model(word, name) for name in variants]
+        fixes = [Fix.word(word, name) for name in variants]
         raise UsageError(f"--gpu {word[:40]} is more than one card", why=why, fix=fixes)
     near = keys[difflib.get_close_matches(key[:40], keys, n=1, cutoff=0.0)[0]]
     raise UsageError(
         f"there is no card {word[:40]!r}",
         why=f"{len(keys)} are known, of NVIDIA and from compute capability 7.5 on, which localllm's kernels need",
-        fix=[Fix.model(word, near.name), Fix.flag("--gpu", ALL)],
+        fix=[Fix.word(word, near.name), Fix.flag("--gpu", ALL)],
     )
 
 

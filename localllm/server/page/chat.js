@@ -288,7 +288,7 @@ page.messages.addEventListener("scroll", () => {
 });
 addEventListener("hashchange", openNamed);
 addEventListener("focus", refreshModels);
-addEventListener("pagehide", () => keep(chat));
+addEventListener("pagehide", () => answering && keep(chat));
 addEventListener("error", ({message}) => showError(new Error(message)));
 addEventListener("unhandledrejection", ({reason}) => showError(reason));
 
