@@ -121,5 +121,6 @@ def test_a_misspelt_repository_names_the_one_that_is_here(run: Run, hub: FakeHub
     run("pull", NAME)
     refused = run("run", "maker/modell", "-p", "once")
     assert b"maker/model is here" in refused.stderr and b"fix:   localllm run maker/model -p once" in refused.stderr
+    assert b"is here" not in run("run", "maker/model2", "-p", "once").stderr  # another one of its series
     terminal = open_terminal("run", "maker/modell", "-p", "once", fresh=True, NO_COLOR="1", HF_ENDPOINT=hub.endpoint)
     assert terminal.end() == 3 and b"fix:   localllm run maker/model -p once" in terminal.text

@@ -281,6 +281,17 @@ def test_a_chat_on_a_terminal(model: Path, tmp_path: Path, open_terminal: Open) 
     assert "/save chat.json" in history.read_text() and history.stat().st_mode & 0o777 == 0o600
 
 
+def test_the_farewell_names_the_chat_that_was_gone_on_with(model: Path, open_terminal: Open) -> None:
+    terminal = open_terminal("chat", model, "--plain", "--max-tokens", "4")
+    terminal.wait_for_prompt()
+    for line in ("the fox", "/clear", "the owl"):
+        terminal.say(line)
+    terminal.say("/sessions the fox", "going on with .*: the fox")
+    [fox] = re.findall(rb"going on with (\w+): the fox", terminal.text)
+    terminal.send("/bye\n")
+    assert terminal.end() == 0 and b"--resume " + fox + b" goes on" in terminal.text
+
+
 def test_ctrl_d_leaves_a_chat(model: Path, open_terminal: Open) -> None:
     terminal = open_terminal("chat", model, "--plain")
     terminal.wait_for_prompt()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.cli.output import WordWrap, width
+from localllm.cli.output import Output, WordWrap, width
 
 PROSE = "The fox found a lantern, and the owl went home. "
 
@@ -61,3 +63,22 @@ def test_only_blanks_at_a_break_are_lost(text: str, columns: int) -> None:
 def test_the_pieces_in_which_a_text_comes_change_nothing(text: str) -> None:
     whole = WordWrap(lambda: 20)
     assert whole.feed(text) + whole.flush() == wrapped(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the fox ran home again", "warning: the fox ran\nhome again\n"),
+        ("/home/somebody/presets is no folder", "warning:\n/home/somebody/presets\nis no folder\n"),
+        ("see `localllm list --all` for it", "warning: see\n`localllm list --all`\nfor it\n"),
+        ("To go on: localllm pull org/repository", "warning: To go on: localllm pull org/repository\n"),
+    ],
+)
+def test_a_warning_breaks_at_its_words_and_never_within_a_command(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("localllm.cli.output._columns", lambda _: 22)
+    Output(None, terminal, {"NO_COLOR": "1"}).warn(text)
+    assert terminal.getvalue() == expected

@@ -180,6 +180,15 @@ def test_a_chat_outlives_a_reload_and_another_is_begun_by_a_key(page: Browser, s
     assert not page.script("return Object.keys(localStorage).some((key) => key.includes('chat'))")
 
 
+def test_a_chat_that_another_tab_deleted_stays_deleted(page: Browser, says: Says) -> None:
+    says("It was night.")
+    answered(page)
+    page.script("localStorage.clear()")
+    page.command("POST", "/refresh")
+    wait_for(lambda: page.count("article") == 0)
+    assert not page.script("return Object.keys(localStorage).some((key) => key.includes('chat'))")
+
+
 def test_a_reload_during_an_answer_keeps_its_beginning_and_ends_it_in_the_server(
     page: Browser, server: Running
 ) -> None:
