@@ -85,7 +85,8 @@ def test_an_entry_that_is_written_without_quotes_is_there_once(file: Path) -> No
 @pytest.mark.parametrize("name", [name for name, row in SETTINGS.items() if row.accepts.kind != "table"])
 def test_every_setting_can_be_set_read_and_unset(file: Path, name: str) -> None:
     accepts = SETTINGS[name].accepts
-    value = accepts.choices[-1] if accepts.choices else VALUES[accepts.kind]
+    known = {"model": "qwen3-8b", "theme": "light"}.get(name)
+    value = known or (accepts.choices[-1] if accepts.choices else VALUES[accepts.kind])
     text = value[0] if isinstance(value, list) else json.dumps(value) if isinstance(value, bool) else str(value)
     assert config("set", name, text).code == 0
     assert load_settings().origins[name].kind == "file"
@@ -149,3 +150,10 @@ def test_a_variable_that_hides_the_file_is_named(monkeypatch: pytest.MonkeyPatch
     result = config("set", "ctx", "7")
     assert result.code == 0 and "warning: LOCALLLM_CTX=5 in the environment overrides the file" in result.err
     assert config("get", "ctx").out == b"5\n"
+
+
+def test_a_model_or_a_theme_that_there_is_not_is_not_written() -> None:
+    model, theme = run_cli("config", "set", "model", "smolm2"), run_cli("config", "set", "theme", "lihgt")
+    assert model.code == 3 and "fix:   localllm config set model smollm2-135m\n" in model.err
+    assert theme.code == 2 and "fix:   localllm config set theme light\n" in theme.err
+    assert run_cli("config", "get", "theme").out == b"auto\n"

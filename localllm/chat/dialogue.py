@@ -14,8 +14,8 @@ from typing import Any
 from localllm.chat.attachments import Attachment
 from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
-from localllm.config import Origin, ResolvedSettings, accepted, unknown_key
-from localllm.errors import Fix, UsageError
+from localllm.config import Origin, ResolvedSettings, accepted, nearest_key, unknown_key
+from localllm.errors import Fix, SettingsError, UsageError
 from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
@@ -137,7 +137,8 @@ class Dialogue:
                 fix=Fix.command("chat", flag, text) if text else key.upper(),
             )
         if key and key not in SETTABLE:
-            raise unknown_key(key, "/set", SETTABLE, fix="/set lists what can be set")
+            nearest = nearest_key(key, SETTABLE)
+            raise unknown_key(key, "/set", SETTABLE, fix=f"/set {nearest} {text}".strip())
         return [key] if key else SETTABLE
 
     def set(self, key: str, text: str) -> object:
@@ -151,7 +152,11 @@ class Dialogue:
                 {key: (getattr(self._begun_with.settings, key), self._begun_with.origins[key])}
             )
             return getattr(self.resolved.settings, key)
-        value = accepted(key, _parsed(key, text), "/set")
+        try:
+            value = accepted(key, _parsed(key, text), "/set")
+        except SettingsError as error:
+            error.fix = f"/set {key} {SETTINGS[key].accepts.likeliest(text) or '-'}"
+            raise
         self.resolved = self.resolved.overlaid({key: (value, _SET)})
         return value
 

@@ -264,11 +264,14 @@ class ChatRecorder:
         self._is_own = self._is_continued = True
         self._is_removed = False
 
-    def come_back(self, uid: str) -> None:
-        """Record again where the session of this chat, which was removed, was put back into the history."""
-        if self._is_removed and self._session is not None and self._session.uid == uid:
+    def come_back(self, uid: str) -> bool:
+        """Record again where the session of this chat, which was removed, was put back into the history; return whether
+        it was."""
+        is_back = self._is_removed and self._session is not None and self._session.uid == uid
+        if is_back:
             self._is_removed = False
             self.sync()
+        return is_back
 
     def rename(self, title: str) -> str:
         """Give the chat a title unless it is empty, and return its title. Raises UsageError, HistoryError."""

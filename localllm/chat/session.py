@@ -490,7 +490,7 @@ def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
     match error:
         case ContextOverflowError():
             error.fix = "/undo", "/clear", *error.fixes
-        case SettingsError():
+        case SettingsError() if not any(str(fix).startswith("/set ") for fix in error.fixes):
             error.fix = "/set shows every setting"
         case TemplateError():
             error.fix = "/undo", "/clear", "/system -"

@@ -39,8 +39,9 @@ def _attach(session: ChatSession, text: str) -> list[str]:
 
 
 def _detach(session: ChatSession, _: str) -> list[str]:
+    names = ", ".join(file.path for file in session.dialogue.attached)
     session.dialogue.attached.clear()
-    return _attach(session, "")
+    return [f"no longer before the next question: {names}"] if names else _attach(session, "")
 
 
 def _fork(session: ChatSession, _: str) -> list[str]:
@@ -139,7 +140,16 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "bye": Command("", "leave (also Ctrl-D)"),
 }
-_ALIASES = {"exit": "bye", "quit": "bye", "?": "help", "file": "attach", "chats": "sessions", "resume": "sessions"}
+_HELP = "/help; a blank before the slash sends the line to the model"
+_ALIASES = {
+    "exit": "bye",
+    "quit": "bye",
+    "?": "help",
+    "file": "attach",
+    "chats": "sessions",
+    "resume": "sessions",
+    "rename": "title",
+}
 
 
 def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tuple[str, str]:
@@ -151,7 +161,7 @@ def split_command(line: str, commands: Mapping[str, Command] = COMMANDS) -> tupl
         raise UsageError(
             f"there is no command /{name}",
             why=f"the nearest is /{nearest[0]}" if nearest else "no command has a similar name",
-            fix="/help; a blank before the slash sends the line to the model",
+            fix=f"/{nearest[0]} {rest}".strip() if nearest else _HELP,
         )
     if rest.strip() and not commands[name].parameters:
         raise UsageError(f"/{name} takes no argument", why=f"it was given {rest.strip()[:80]!r}", fix=f"/{name}")

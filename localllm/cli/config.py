@@ -18,6 +18,9 @@ from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.settings_file import SettingName, remove_setting, settings_path, write_setting
 from localllm.config import ENVIRONMENT_PREFIX, load_settings, parsed_setting, shown_setting
 from localllm.errors import Fix, SettingsError
+from localllm.hub.names import understand
+from localllm.registry import load_registry
+from localllm.runtime.presets import is_preset
 from localllm.settings import SETTINGS, Settings
 
 config_app = plain_group("config", "Show and change the settings.")
@@ -79,6 +82,7 @@ def set_setting(context: typer.Context, key: str, values: Sequence[str]) -> None
     """
     name = SettingName.of(key)
     value = _understood(name, values)
+    _require_known(name.key, value)
     before = write_setting(name, value)
     output = cli_context(context).output
     output.line(f"{name} = {_shown(value)} (before: {_shown(before)})")
@@ -124,6 +128,18 @@ def _understood(name: SettingName, words: Sequence[str]) -> Any:
         fix = Fix.command("config", "set", name, likeliest) if likeliest else Fix.command("config", "unset", name)
         raise SettingsError(f"{name} cannot be {text[:80]!r}", why=f"it must be {accepts.describe()}", fix=fix)
     return value
+
+
+def _require_known(key: str, value: Any) -> None:
+    """Raise ModelNotFoundError or SettingsError for a model or a theme that there is not."""
+    if key == "model" and not is_preset(value):
+        understand(value, load_registry())
+    if key == "theme":
+        from localllm.tui.key_scopes import nearest_theme  # which needs textual
+
+        if (nearest := nearest_theme(value)) != value:
+            fix = Fix.word(value, nearest)
+            raise SettingsError(f"there is no theme {value[:80]!r}", why=f"the nearest is {nearest!r}", fix=fix)
 
 
 def _shown(value: Any) -> str:

@@ -112,9 +112,9 @@ def _connection(name: str) -> ClientConfig:
         meant = [each for each in CONNECTIONS if plain in _letters(f"{each.name} {each.title}")]
         found = meant[0] if len(meant) == 1 else None
     if found is None:
-        near = difflib.get_close_matches(name.casefold()[:100], names(), n=1, cutoff=0)[0]
+        near = difflib.get_close_matches(name.casefold()[:100], names(), n=1)
         why = f"there are {', '.join(names())}; what speaks OpenAI's, Anthropic's or Ollama's dialect takes the address"
-        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=Fix.command("connect", near))
+        raise UsageError(f"nothing is known of {name[:80]!r}", why=why, fix=Fix.command("connect", *near))
     return found
 
 

@@ -39,7 +39,10 @@ _OTHER_NAMES = {
 _ELSEWHERE = {
     "--temp": "--temperature", "--verbose": "--stats", "--n-predict": "--max-tokens", "--predict": "--max-tokens",
     "--ctx-size": "--ctx", "--context-length": "--ctx", "--repeat-penalty": "--repetition-penalty",
+    "--num-predict": "--max-tokens", "-n": "--max-tokens", "--num-ctx": "--ctx",
 }  # fmt: skip
+# What they have a flag for, and is planned here.
+_PLANNED = ("-ngl", "--n-gpu-layers", "--gpu-layers", "--num-gpu")
 _NEAR = 0.75  # of letters in common: "--temprature" has 0.95 of --temperature
 
 
@@ -120,12 +123,19 @@ def _with_command(error: LocalLLMError, arguments: Sequence[str]) -> LocalLLMErr
         error.fix = Fix.flag(_RAW)
     elif error.what.startswith("no such option: ") and (other := _other_name(kept)) is not None:
         error.fix = Fix.command(*other)
+    elif error.what.startswith("no such option: ") and (flag := next(filter(_is_planned, kept), None)) is not None:
+        error.what, error.fix = f"{flag} is not needed", Fix.without(flag.partition("=")[0])
+        error.why = "what the GPU holds is planned; --vram limits how much of its memory that takes"
     elif kept[:1] == ["serve"] and (more := _EXTRA.fullmatch(error.what)) is not None:
         error.fix = Fix.command(*_with_others(kept, more[1].split()))
     elif type(error) is UsageError and not error.fixes:
         error.fix = Fix.command(*_command(kept), "--help")
     error.fix = [_to_paste(fix, kept) for fix in error.fixes]
     return error
+
+
+def _is_planned(word: str) -> bool:
+    return word.partition("=")[0] in _PLANNED
 
 
 def _with_others(arguments: list[str], models: Sequence[str]) -> list[str]:
@@ -236,6 +246,8 @@ def _flag_meant(flag: str, context: Any) -> str | None:
     flags = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     if (named := _ELSEWHERE.get(flag)) in flags:
         return named
+    if not flag.startswith("--"):
+        return None
     front = "--no-" if flag.startswith("--no-") else "--"  # never the opposite
     names = [name for name in flags if name.startswith("--no-") == (front == "--no-")]
     near = {f"--{name.removeprefix(front)}": name for name in names}
@@ -247,7 +259,7 @@ def _as_usage_error(error: typer.TyperException) -> UsageError:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "localllm"
     usage = context.get_usage().removeprefix("Usage: ") if context else "localllm COMMAND"
-    what = error.format_message().replace("Value error, ", "")
+    what = error.format_message().replace("Value error, ", "").partition(" (Possible options: ")[0]
     if context is not None and (flag := getattr(error, "option_name", None)) and (meant := _flag_meant(flag, context)):
         return UsageError(f"no such option: {flag}", why=f"the nearest is {meant}", fix=Fix.word(flag, meant))
     return UsageError(

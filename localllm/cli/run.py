@@ -295,6 +295,9 @@ def _as_prompt(word: str) -> Fix:
 def _positionals(flags: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The model and the prompt that the line names. Raises UsageError for a prompt beside a file of prompts."""
     positionals = [part for part in (flags["model"], flags["prompt_argument"]) if part is not None]
+    if flags["continue"] and positionals and (number := positionals[-1]).isdecimal():  # llama.cpp's -c
+        why = f"-c is --continue here; {number} as a prompt stands behind -p"
+        raise UsageError("the context is given by --ctx", why=why, fix=f"--ctx {number} in place of -c {number}")
     word, text = split_positionals(positionals, (flags["prompt"] or [None])[0], is_model)
     for flag, why, file in (
         ("messages", "the messages are the prompt", "FILE.json"),
@@ -357,7 +360,7 @@ def _select(
         if word is None or flags["messages"] is not None:
             raise
         if text is None:
-            error.fix = [*error.fixes, _as_prompt(word)]
+            error.fix = [*error.fixes, *([] if "/" in word else [_as_prompt(word)])]  # an address is no prompt
         elif has_blanks(word) and is_model(text):  # in the wrong order
             error.fix = Fix.command("run", text, word)
         raise

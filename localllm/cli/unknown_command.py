@@ -21,7 +21,8 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("unload", "kill"), "stop"),
         **dict.fromkeys(("status", "running"), "ps"),
         **dict.fromkeys(("convert", "pack"), "quantize"),
-        **dict.fromkeys(("settings", "set"), "config"),
+        "settings": "config",
+        "set": "config set",
         "history": "sessions",
         "benchmark": "bench",
     }
@@ -47,14 +48,15 @@ def unknown_command(path: str, words: Sequence[str], commands: Iterable[str]) ->
     within = path.split()[1:]
     what = f"there is no command {word[:80]!r}"
     if not within and (name := _RENAMED.get(word.casefold())) is not None:
-        return UsageError(what, why=f"it is called `{name}` here", fix=Fix.command(name, *others))
+        return UsageError(what, why=f"it is called `{name}` here", fix=Fix.command(*name.split(), *others))
     if not within and word.casefold() in _NEEDLESS:
         why, fix = _NEEDLESS[word.casefold()]
         return UsageError(what, why=why, fix=fix)
     if not within and has_blanks(word) and len(word) <= _LONGEST_PROMPT:
         return UsageError(what, why="a prompt stands behind `run`", fix=Fix.command("run", word, *others))
     meant = "unset" if within == ["config"] and word in ("reset", "delete", "remove", "rm") else word.casefold()
-    nearest = difflib.get_close_matches(meant, list(commands), n=1)
+    harmless = [name for name in commands if name != "rm"]  # no slip of a finger deletes
+    nearest = difflib.get_close_matches(meant, harmless, n=1)
     if nearest:
         why, fix = f"the nearest is {nearest[0]!r}", Fix.command(*within, nearest[0], *others)
         return UsageError(what, why=why, fix=fix)

@@ -130,6 +130,8 @@ def understand(name: str, registry: Registry) -> ModelReference:
         return ModelReference(name, store=store.casefold(), word=word)
     passed_over = folder if present.is_folder(folder) else None
     entry = registry.find(name)
+    if entry is not None and entry.name == BUILT_IN:  # "tiny:latest"
+        return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=entry)
     if entry is not None:
         return ModelReference(entry.name, None, entry.repo, entry.revision, entry, passed_over)
     found = HubName.read(name)

@@ -156,7 +156,7 @@ def bound(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             owner, fixes = _owner(port), [Fix.flag("--port", port + 1 if port < 65535 else 8420)]
             if owner.endswith("(localllm)"):
-                fixes.append(Fix.advice("localllm ps shows what is loaded there"))
+                fixes.append(Fix.command("ps"))
             raise LocalLLMError(f"port {port} is taken", why=f"by {owner}", fix=fixes) from None
         if error.errno in (errno.EACCES, errno.EPERM):
             raise LocalLLMError(

@@ -249,7 +249,8 @@ class ChatWorker:
 
     def recall(self, uid: str) -> None:
         """The session was put back into the history: this one is saved again."""
-        self.session.recorder.come_back(uid)
+        if self.session.recorder.come_back(uid):
+            self.note("this chat is saved again")
         self._show()
 
     def use(self, word: str | None, changes: dict[str, Any] | None = None) -> None:

@@ -12,8 +12,8 @@ from textual.binding import Binding
 from textual.keys import KEY_NAME_REPLACEMENTS, Keys
 from textual.widgets import TextArea
 
-from localllm.config import ResolvedSettings, unknown_key
-from localllm.errors import SettingsError
+from localllm.config import ResolvedSettings, nearest_key, unknown_key
+from localllm.errors import Fix, SettingsError
 from localllm.toml_file import TomlFile
 from localllm.tui.keys import EVERYWHERE
 from localllm.tui.themes import THEMES
@@ -124,9 +124,15 @@ def checked_theme(resolved: ResolvedSettings) -> str | None:
     if name == "auto":
         return None
     if name not in THEMES:
-        error = unknown_key(name, where, ["auto", *THEMES])
-        raise SettingsError(f"there is no theme {name[:80]!r} ({where})", why=error.why, fix='theme = "auto"')
+        fix = Fix.command("config", "set", "theme", nearest_theme(name))
+        why = unknown_key(name, where, ["auto", *THEMES]).why
+        raise SettingsError(f"there is no theme {name[:80]!r} ({where})", why=why, fix=fix)
     return THEMES[name]
+
+
+def nearest_theme(name: str) -> str:
+    """Return the theme that a word names, or the one of the nearest name."""
+    return name if name in ("auto", *THEMES) else nearest_key(name, ["auto", *THEMES])
 
 
 def _where(resolved: ResolvedSettings, name: str) -> str:

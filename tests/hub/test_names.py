@@ -161,3 +161,8 @@ def test_a_link_out_of_the_cache_is_not_part_of_a_snapshot(hub, tmp_path):
     (snapshot / SHARDS[0]).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ModelNotFoundError):
         locate("maker/sharded")
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny:latest", "TINY"])
+def test_the_built_in_model_is_found_by_every_name_of_it(name: str) -> None:
+    assert locate(name) == locate("tiny")
