@@ -433,3 +433,12 @@ async def test_the_address_of_a_model_that_is_here_finds_it(typed: str) -> None:
         screen.filter_input.value = typed
         await until(pilot, lambda: screen.table.lines and screen.table.lines[0].name == "qwen3-8b")
         assert all(line.row.is_here or "8b" in line.name for line in screen.table.lines)
+
+
+@pytest.mark.parametrize(("key", "begun"), [("y", ["gemma-3-1b"]), ("n", [])])
+async def test_the_question_before_a_pull_is_answered_by_a_letter(disk: FakeDisk, key: str, begun: list[str]) -> None:
+    async with chatting() as (_, pilot):
+        await open_models(pilot, "gemma-3-1b")
+        await press(pilot, "p", until=ChoiceDialog)
+        await press(pilot, key, until=ModelsScreen)
+        await until(pilot, lambda: disk.begun == begun)

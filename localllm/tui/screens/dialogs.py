@@ -41,7 +41,9 @@ class Dialog(ModalScreen[Any]):
 
 
 class ChoiceDialog(Dialog):
-    """Returns the value of the chosen reply."""
+    """Returns the value of the chosen reply. y and n answer it where the replies are one and "no"."""
+
+    BINDINGS = [Binding("y", "answer(0)", "yes", show=False), Binding("n", "answer(-1)", "no", show=False)]
 
     def __init__(self, title: str, lines: Sequence[Content], replies: Sequence[DialogReply], chosen: int = 0) -> None:
         """chosen: the number of the highlighted reply."""
@@ -62,6 +64,10 @@ class ChoiceDialog(Dialog):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).highlighted = self._chosen
+
+    def action_answer(self, number: int) -> None:
+        if len(self._replies) == 2 and self._replies[-1].text == "no":
+            self.dismiss(self._replies[number].value)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._replies[event.option_index].value)

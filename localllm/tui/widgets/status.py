@@ -60,7 +60,8 @@ class Notice(Static):
     def note(self, text: str, *, is_warning: bool = False, for_s: float = _NOTE_S) -> None:
         """Show a line, below an error that is shown."""
         note = Content.styled(one_line(text), "$text-warning" if is_warning else "")
-        self._show_notes([*self._notes, note][-_MOST_NOTES:], for_s)
+        others = [each for each in self._notes if each != note]
+        self._show_notes([*others, note][-_MOST_NOTES:], for_s)
 
     def lines(self, lines: list[str]) -> None:
         """Show several lines in place of the present ones."""
