@@ -50,9 +50,11 @@ _QUOTES = '"""', '"'
 
 @dataclass
 class Modelfile:
-    """base: what FROM names. idle: instructions that are there and change no answer."""
+    """base: what FROM names. system_by: the instruction that gives the system message. idle: instructions that
+    change no answer."""
 
     base: str = ""
+    system_by: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
 
@@ -76,9 +78,9 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
                 raise UsageError(
                     f"MESSAGE {role} cannot be honoured in {where}", why=NO_MESSAGES, fix="delete it there"
                 )
-            _set_system(found, content, where)
+            _set_system(found, instruction, content, where)
         elif instruction == "system":
-            _set_system(found, _unquoted(rest), where)
+            _set_system(found, instruction, _unquoted(rest), where)
         elif found.base:
             raise UsageError(
                 f"there is a second FROM in {where}", why="a preset is of one model", fix="delete it there"
@@ -91,11 +93,12 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
     return found
 
 
-def _set_system(found: Modelfile, text: str, where: str) -> None:
-    if "system" in found.values:
-        why = "a preset has one, and it is set above"
+def _set_system(found: Modelfile, instruction: str, text: str, where: str) -> None:
+    """Set the system message; of several SYSTEM the last counts, as in Ollama."""
+    if found.system_by not in ("", instruction):
+        why = f"a preset has one, and {found.system_by.upper()} above sets it"
         raise UsageError(f"there is a second system message in {where}", why=why, fix="delete one of them")
-    found.values["system"] = text
+    found.system_by, found.values["system"] = instruction, text
 
 
 def parameter_settings(parameters: Iterable[tuple[str, Any, str]]) -> dict[str, Any]:
