@@ -110,6 +110,7 @@ def test_an_alias_is_the_command() -> None:
         (["push", "a"], "localllm pull MODEL"),
         (["A tale about an owl."], "localllm run 'A tale about an owl.'"),
         (["qqqq"], "localllm --help"),
+        (["preset", "delete", "mine"], "localllm preset rm mine"),
         (["rum", "tiny"], "localllm run tiny"),  # no slip of a finger deletes
         (["rmm", "tiny"], "localllm --help"),
         (["set", "temperature", "0.7"], "localllm config set temperature 0.7"),

@@ -201,8 +201,9 @@ class AnswerPrinter:
             place_name, finished = f"answer {place}: " if len(chosen) > 1 else "", _ending(answer)
             if (empty := silence(answer)) is not None:
                 output.warn(place_name + empty)
+            num_tokens = len(answer.token_ids)
             if finished.finish_reason == "cancelled" and not printing.statistics:
-                output.note(f"{place_name}stopped after {len(answer.token_ids)} tokens")
+                output.note(f"{place_name}stopped after {num_tokens} token{'s' * (num_tokens != 1)}")
             if printing.statistics:
                 mean = finished.mean_logprob
                 likelihood = "" if mean is None else f", log-probability {mean:.3f} per token"

@@ -44,7 +44,7 @@ def unknown_command(path: str, words: Sequence[str], commands: Iterable[str]) ->
     words: what was typed behind it.
     commands: those that the group has.
     """
-    word, *others = words
+    (word, *others), known = words, list(commands)
     within = path.split()[1:]
     what = f"there is no command {word[:80]!r}"
     if not within and (name := _RENAMED.get(word.casefold())) is not None:
@@ -54,10 +54,12 @@ def unknown_command(path: str, words: Sequence[str], commands: Iterable[str]) ->
         return UsageError(what, why=why, fix=fix)
     if not within and has_blanks(word) and len(word) <= _LONGEST_PROMPT:
         return UsageError(what, why="a prompt stands behind `run`", fix=Fix.command("run", word, *others))
+    if word.casefold() in ("delete", "remove") and "rm" in known:
+        return UsageError(what, why="it is called `rm` here", fix=Fix.command(*within, "rm", *others))
     meant = "unset" if within == ["config"] and word in ("reset", "delete", "remove", "rm") else word.casefold()
-    harmless = [name for name in commands if name != "rm"]  # no slip of a finger deletes
+    harmless = [name for name in known if name != "rm"]  # no slip of a finger deletes
     nearest = difflib.get_close_matches(meant, harmless, n=1)
     if nearest:
         why, fix = f"the nearest is {nearest[0]!r}", Fix.command(*within, nearest[0], *others)
         return UsageError(what, why=why, fix=fix)
-    return UsageError(what, why=f"there are {', '.join(commands)}", fix=Fix.command(*within, "--help"))
+    return UsageError(what, why=f"there are {', '.join(known)}", fix=Fix.command(*within, "--help"))

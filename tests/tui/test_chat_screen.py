@@ -544,7 +544,7 @@ async def test_one_escape_leaves_a_message_beside_a_notice() -> None:
 
 
 async def test_help_and_quit_stay_in_every_line_of_keys() -> None:
-    async with chatting(FakeService(["Once."])) as (app, pilot):
+    async with chatting(FakeService(["Once."]), size=(80, 24)) as (app, pilot):
         for key in ("f2", "f3", "f4"):
             await pilot.press(key)
             await until(pilot, lambda: app.screen is not app.chat)

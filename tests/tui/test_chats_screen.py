@@ -311,7 +311,7 @@ async def test_the_open_chat_goes_on_unkept_when_it_is_deleted_and_is_kept_again
         assert kept_titles() == []
         await enter(pilot, app)
         await press(pilot, "u", until=lambda: app.chat.session_id is not None)
-        await pilot.press("escape")
+        await press(pilot, "escape", until="this chat is saved again")
         await say(pilot, "Third")
     with opened() as history:
         ((session, _),) = history.sessions()
