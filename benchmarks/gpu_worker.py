@@ -292,7 +292,9 @@ class ResidentModel:
         assert self.engine.plan is not None and self.engine.runner.gpu_program is not None
         self.shape = self.engine.plan.shape
         # What is known of earlier prompts, for those that may use it.
-        self.known = KVAllocator(self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan)
+        self.known = KVAllocator(
+            self.engine.residency, IN_POOLS, UNKNOWN_SOURCE, self.engine.plan, self.engine.adapters
+        )
         self._num_prompts = 0
         self.steps = {True: self.engine.runner.gpu_program, False: WithoutGraphs(self.engine.model)}
         self.pages = {name: new_pages(self.engine.model, KV_FORMATS[name]) for name in _KV_BYTES}

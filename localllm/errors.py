@@ -20,12 +20,13 @@ class Fix:
     """One way to mend an error. Front ends match on `kind`; `str(fix)` reads well in each of them.
 
     kind: "flag", to be added to the command that failed; "without", to be left out of it; "again", what stands before
-        and behind it; "model", a word of it and the model to name instead; "word", a word of it and another to type
-        instead; "command", of localllm; "refetch", its files are to be fetched anew; "advice", any other text.
+        and behind it; "model", a word of it and the model to name instead; "adapter", a word of it, the model to name
+        instead, and the adapter to name by --adapter; "word", a word of it and another to type instead; "command", of
+        localllm; "refetch", its files are to be fetched anew; "advice", any other text.
     words: as a shell takes them, or of advice the one text.
     """
 
-    kind: Literal["flag", "without", "again", "model", "word", "command", "refetch", "advice"]
+    kind: Literal["flag", "without", "again", "model", "adapter", "word", "command", "refetch", "advice"]
     words: tuple[str, ...]
 
     @classmethod
@@ -50,6 +51,11 @@ class Fix:
     def model(cls, word: str, instead: str) -> Fix:
         """Return the fix that types a command again with another model for this word."""
         return cls("model", (word, instead))
+
+    @classmethod
+    def adapter(cls, word: str, base: str, adapter: str) -> Fix:
+        """Return the fix that types a command again with a model for this word, and an adapter for that model."""
+        return cls("adapter", (word, base, adapter))
 
     @classmethod
     def word(cls, word: str, instead: str) -> Fix:
@@ -78,6 +84,8 @@ class Fix:
                 return "this command".join(self.words)
             case "model":
                 return str(Fix.command("run", self.words[1]))
+            case "adapter":
+                return str(Fix.command("run", self.words[1], "--adapter", self.words[2]))
             case "word":
                 return f"{self.words[1]} in place of {self.words[0]}"
             case "advice":
@@ -218,6 +226,12 @@ class UnsupportedModelError(LocalLLMError):
     """A well-formed model that this version cannot run."""
 
     code = "unsupported-model"
+
+
+class AdapterError(LocalLLMError):
+    """An adapter cannot be read, or does not belong to the model that it is to change."""
+
+    code = "adapter"
 
 
 class TokenizerError(LocalLLMError):

@@ -255,6 +255,12 @@ class EngineConfig:
         f"Maximum number of tokens drafted at once, 0 to {MOST_DRAFT_TOKENS}. Default: {DRAFT_TOKENS}.",
         group=MACHINE,
     )  # fmt: skip
+    adapter_memory: int | None = setting(
+        None, Accepts("bytes"), _PLANNED, "SIZE",
+        "Memory for adapters (LoRA). The least recently used leave it first. Default: as much as those named with "
+        "--adapter take; without any, up to a quarter of what is free.",
+        group=MACHINE,
+    )  # fmt: skip
     cache_disk: int | None = setting(
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",
         "Disk space for the prefix cache, from which later runs continue without computing a prompt again: 20GiB, or "
@@ -340,6 +346,13 @@ class Settings(SamplingSettings, EngineConfig):
     system: str | None = setting(
         None, Accepts("text"), "run chat", "TEXT", "The system message: how the model is to answer.",
         flags=("-s", "--system"), group=PROMPT, is_basic=True,
+    )  # fmt: skip
+    adapter: tuple[str, ...] = setting(
+        (), Accepts("texts"), _ANSWERING, "NAME[:SCALE]",
+        "An adapter (LoRA) on top of the model: a name, a folder or a .gguf file.\n"
+        "SCALE multiplies what it adds. May be repeated: what they add is added up. `serve` answers with one where a "
+        "request names MODEL:NAME.",
+        group=MACHINE,
     )  # fmt: skip
     offline: bool = setting(False, Accepts("switch"), "pull", about="Never use the network.")
     private: bool = setting(

@@ -78,7 +78,7 @@ def write_gguf(
     config = config.get("text_config", config)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
-    tensors = _cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
+    tensors = cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
     described = metadata_of(config, architecture) | _coefficients(tensors)
     del described["general.architecture"]  # which the writer adds
     for key, value in (described | (metadata or tokenizer_metadata(checkpoint))).items():
@@ -92,11 +92,11 @@ def write_gguf(
         )
         assert name is not None, plain
         name += "" if name.endswith((".weight", ".bias", ".scale", ".ssm_a")) else ".weight"
-        values = np.ascontiguousarray(_as_stored(plain, tensor.float().numpy(), config))
+        values = np.ascontiguousarray(as_stored(plain, tensor.float().numpy(), config))
         kind = type_of(name, values.shape)
         data = encoded(values, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
-        meant[plain] = _as_stored(plain, gguf.quants.dequantize(data, kind).reshape(values.shape), config, back=True)
+        meant[plain] = as_stored(plain, gguf.quants.dequantize(data, kind).reshape(values.shape), config, back=True)
     lists = {name: np.array(values, np.float32) for name, values in factors_of(config).items()}
     for name, values in (lists | _head_scales(config) | _unread_keys(config) | dict(beside or {})).items():
         writer.add_tensor(name, values)
@@ -181,7 +181,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _as_stored(
+def as_stored(
     name: str, values: NDArray[np.float32], config: Mapping[str, Any], *, back: bool = False
 ) -> NDArray[np.float32]:
     """A tensor of Hugging Face's as llama.cpp's converter stores it, or back."""
@@ -276,7 +276,7 @@ def _runs(config: Mapping[str, Any]) -> tuple[int, list[int]]:
     return keys, [key_dim, key_dim, own, own]
 
 
-def _cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -> dict[str, Any]:
+def cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -> dict[str, Any]:
     """The tensors with queries, keys and values in one matrix, and their gates in another; so are those of experts, and
     what goes up beside them."""
     import torch

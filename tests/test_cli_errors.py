@@ -304,7 +304,10 @@ def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path,
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"adapter_config.json": "{}", "adapter_model.safetensors": "", "tokenizer.json": "{}"}, "it is an adapter"),
+        (
+            {"adapter_config.json": "{}", "adapter_model.safetensors": "", "tokenizer.json": "{}"},
+            "is an adapter, not a model",
+        ),
         ({"config.json": '{"model_type": "llama"}', "pytorch_model.bin": ""}, "pytorch_model.bin could run code"),
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, "no .safetensors and no .gguf file"),
         ({"README.md": ""}, "it has no config.json"),

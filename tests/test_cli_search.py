@@ -19,7 +19,8 @@ MODELS = [
     listed("maker/fox-8b", config={"model_type": "qwen3"}, safetensors={"total": 8_190_000_000}, downloads=3_400_000),
     listed("maker/fox-8b-gguf", gguf={"architecture": "llama", "total": 8_000_000_000}, tags=["gguf"]),
     listed("maker/fox-mamba", config={"model_type": "mamba2"}, safetensors={"total": 1}, gated="manual"),
-    listed("maker/fox-lora", tags=["base_model:adapter:maker/fox-8b"], config={"model_type": "qwen3"}),
+    listed("maker/fox-lora", tags=["safetensors", "base_model:adapter:maker/fox-8b"], config={"model_type": "qwen3"}),
+    listed("maker/fox-pickle", tags=["base_model:adapter:maker/fox-8b"]),
     listed("maker/fox-pictures", tags=["diffusers"]),
     listed("maker/fox-old", config={"model_type": "llama"}, tags=["pytorch"]),
     {"id": "../../etc/fox", "downloads": "many"},
@@ -47,11 +48,21 @@ def test_a_search_tells_of_each_model_of_the_hub_whether_it_runs_here(hub: FakeH
         "maker/fox-8b": "",
         "maker/fox-8b-gguf": "",
         "maker/fox-mamba": "mamba2 is not supported",
-        "maker/fox-lora": "an adapter",
+        "maker/fox-lora": "",
+        "maker/fox-pickle": "no safetensors",
         "maker/fox-pictures": "no language model",
         "maker/fox-old": "no safetensors",
         "maker/fox-odd": "",
     }
+
+
+def test_of_an_adapter_a_search_tells_the_model_that_it_is_for(hub: FakeHub) -> None:
+    result = run_cli("search", "fox", "lora")
+    assert result.out.decode().splitlines()[1].split()[-2:] == ["with", "maker/fox-8b"]
+    assert "localllm run MODEL --adapter ORG/REPOSITORY" in result.err
+    [found] = run_cli("search", "fox", "lora", "--json").json["hub"]
+    assert (found["adapter_of"], found["why_not"]) == ("maker/fox-8b", "")
+    assert "--adapter" not in run_cli("search", "fox", "8b").err
 
 
 def test_models_with_a_short_name_come_first_found_by_their_aliases_too(hub: FakeHub) -> None:

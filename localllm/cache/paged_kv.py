@@ -20,6 +20,7 @@ from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.sizes import DeltaShape
+from localllm.layers.low_rank import AppliedAdapter
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
 FORWARD_TOKENS = 2560
@@ -167,6 +168,7 @@ class PagedKV:
         self.pages = pages
         self.capacity = capacity
         self.length = 0
+        self.adapters: Sequence[AppliedAdapter] = ()  # that its tokens are computed with
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
@@ -197,6 +199,7 @@ class PagedKV:
         pairs = zip(self.tables, firsts, strict=True)
         full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
         other = PagedKV(self.pages, capacity, full)
+        other.adapters = self.adapters
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
                 page = self.tables[index][number]

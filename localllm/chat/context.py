@@ -27,7 +27,7 @@ from localllm.text.eviction import (
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.events import FinishedEvent
-    from localllm.engine.request import Request, SamplingParams
+    from localllm.engine.request import AdapterRef, Request, SamplingParams
 
 _WARNED = (80, 95)  # percent of the context from which on a chat says how full it is, once each
 _BAR_CELLS = 40
@@ -44,14 +44,15 @@ def chat_request(
     floor: int = 0,
     looks: bool = False,
     opens_turn: bool = True,
+    adapters: tuple[AdapterRef, ...] = (),
 ) -> tuple[Request, Fitted]:
     """Return the request that a policy for a context that is too short makes of the messages.
 
     policy: the setting `overflow`.
     switch: the words that choose a policy here, "--overflow" or "/set overflow".
     floor, looks: as in `fit_turns`.
-    opens_turn: as in `Request`.
-    Raises ContextOverflowError naming what would fit; TemplateError.
+    opens_turn, adapters: as in `Request`.
+    Raises AdapterError; ContextOverflowError naming what would fit; TemplateError.
     """
     from localllm.engine.request import Request
 
@@ -59,7 +60,14 @@ def chat_request(
         fitted = fit_turns(messages, encode, engine.ctx, sampling.max_tokens, floor, looks=looks)
     else:
         fitted = Fitted(tuple(encode(messages)))
-    request = Request(fitted.prompt_ids, sampling, grows=policy == "grow", opens_turn=opens_turn, explains_miss=True)
+    request = Request(
+        fitted.prompt_ids,
+        sampling,
+        grows=policy == "grow",
+        opens_turn=opens_turn,
+        explains_miss=True,
+        adapters=adapters,
+    )
     try:
         engine.check(request)
     except ContextOverflowError as error:

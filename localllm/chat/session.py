@@ -263,7 +263,8 @@ class ChatSession:
     def _pending(self, said: str) -> PendingTurn:
         dialogue, tokenizer = self.dialogue, self._loaded.tokenizer
         tail = answer_ids(self._loaded.template, tokenizer, said, is_final=self._effort.is_off)
-        sampling = Selection(self.selection.files, dialogue.resolved).sampling(self._extra)
+        selection = Selection(self.selection.files, dialogue.resolved)
+        sampling = selection.sampling(self._extra)
 
         def encode(messages: Sequence[Message]) -> list[int]:
             return [*self._encode(messages), *tail]
@@ -278,6 +279,7 @@ class ChatSession:
             floor=dialogue.num_out,
             looks=dialogue.has_room,
             opens_turn=not said,
+            adapters=selection.adapters(),
         )
         dialogue.leave(fitted.floor)
         given = self._given(without(dialogue.messages, fitted.floor))

@@ -61,9 +61,10 @@ def run_batch(cli: CliContext, selection: Selection, flags: Mapping[str, Any], g
         lengths, highest_ids = _measure(prompts, encoder, load.shown.line)
         engine = cast("Engine", load.wait())
         _require_room(prompts, lengths, highest_ids, encoder, engine)
+        engine.adapters.check(selection.adapters())
         key = _job_key(selection, rules, prompts, engine)
         with open_journal(key, len(prompts), secrets.randbelow(SEEDS), fresh=flags["fresh"]) as journal:
-            job = Job(cli, selection.files, prompts, encoder, journal)
+            job = Job(cli, selection, prompts, encoder, journal)
             job.run(load.handle, window=_WINDOW * parallel)
             _report(cli, selection, job, engine if flags["stats"] else None, strict=flags["strict"])
     if job.tally.num_failed:
@@ -170,6 +171,7 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
         "ctx": selection.settings.ctx,
         "think": selection.settings.think,
         "rules": asdict(rules),
+        "adapters": [engine.adapters.identity(ref) for ref in selection.adapters()],
         "prompts": told.hexdigest(),
     }
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()

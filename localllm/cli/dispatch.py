@@ -25,6 +25,7 @@ DEBUG_FLAG = "--debug"
 _EXTRA = re.compile(r"got unexpected extra argument\(s\) \((.*)\)")
 LONGEST_COMMAND = 200  # characters that are worth repeating in an error
 _RAW = "--raw"  # of `run` alone: continues a text where there is no template
+_WITH_ADAPTERS = ("run", "chat", "serve")
 _WITH_TEMPLATE = (_RAW, "--messages", "--system", "-s", "--continue", "-c", "--session")
 
 
@@ -176,6 +177,13 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
             if (place := _place_of(word, arguments)) is not None:
                 changed = _with_word(arguments, place, _replaced(arguments[place], word, instead))
                 return _line(changed, f"the same command with {instead}")
+        case "adapter":
+            word, base, adapter = fix.words
+            place = _place_of(word, arguments)
+            if place is not None and arguments[0] in _WITH_ADAPTERS:
+                changed = _with_word(arguments, place, _replaced(arguments[place], word, base))
+                added = ("--adapter", adapter)
+                return _line(_with_flags(changed, added), f"the same command with {base} {' '.join(added)}")
         case "without":
             return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
         case "flag":

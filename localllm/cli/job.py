@@ -24,8 +24,8 @@ from localllm.engine.events import Event, FinishedEvent, TokenEvent
 from localllm.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from localllm.hub import ModelFiles
     from localllm.runtime.engine_handle import EngineHandle, Inbox
+    from localllm.runtime.selection import Selection
 
 _DRAW_S, _LOG_S = 0.1, 30.0  # between two reports of progress: on a terminal, and in a log
 SEEDS = 2**31
@@ -69,14 +69,14 @@ class Job:
     """
 
     def __init__(
-        self, cli: CliContext, files: ModelFiles, prompts: Prompts, encoder: Encoder, journal: Journal
+        self, cli: CliContext, selection: Selection, prompts: Prompts, encoder: Encoder, journal: Journal
     ) -> None:
         self.tally = JobTally()
         self.prompts = prompts
         self.num_before = len(journal)
         self.first_seed = journal.seed
         self._cli = cli
-        self._files = files
+        self._files, self._adapters = selection.files, selection.adapters()
         self._encoder = encoder
         self._journal = journal
         self._inbox: Inbox = queue.SimpleQueue()
@@ -153,7 +153,12 @@ class Job:
             thinking = self._encoder.thinking(ids)
             form = thinking.grammar(self.prompts.rules.grammar)
             request = Request(
-                ids, sampling, opens_turn=line.source.opens_turn, grammar=form, shown_ids=thinking.shown_ids
+                ids,
+                sampling,
+                opens_turn=line.source.opens_turn,
+                grammar=form,
+                shown_ids=thinking.shown_ids,
+                adapters=self._adapters,
             )
             answer = Answer(len(ids), seed, thinking=thinking)
             request_id = handle.submit(request, self._inbox.put).request_id

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.cli import options
+from localllm.cli.adapters import print_pulled
 from localllm.cli.context import cli_context
 from localllm.cli.options import option, takes
 from localllm.cli.output import SCHEMA_VERSION
-from localllm.cli.pulling import pull
+from localllm.cli.pulling import pull, pull_adapter
 from localllm.cli.selection import select_text_only
 from localllm.config import format_bytes, load_settings
 from localllm.errors import Fix, UsageError
@@ -58,15 +59,21 @@ PULL_EXAMPLES = """Examples:
 
 @takes(options.REQUIRED_MODEL, "offline", options.AS_JSON)
 def pull_command(context: typer.Context, **flags: Any) -> None:
-    """Download a model from the Hugging Face hub.
+    """Download a model or an adapter from the Hugging Face hub.
 
     An interrupted download resumes. ORG/REPOSITORY:QUANT downloads the GGUF files of one quantization alone.
     """
+    from localllm.hub.adapter_files import NamesAdapterError
     from localllm.hub.gguf_files import gguf_bytes
     from localllm.hub.installed import folder_bytes
 
     cli, model = cli_context(context), model_of(flags["model"])
-    files = pull(cli, model, load_settings({"offline": flags["offline"]}))
+    resolved = load_settings({"offline": flags["offline"]})
+    try:
+        files = pull(cli, model, resolved)
+    except NamesAdapterError:
+        print_pulled(cli.output, pull_adapter(cli, model, resolved), as_json=flags["as_json"])
+        return
     size_bytes = gguf_bytes(files.gguf) if files.gguf else folder_bytes(files.directory)
     if flags["as_json"]:
         fields = {"model": files.name, "repo": files.repo, "revision": files.revision}
@@ -86,6 +93,8 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     Shows everything that takes space: complete models, unfinished downloads and packed weights, with their sizes, and
     what Ollama, LM Studio and llama.cpp keep. `localllm plan NAME` tells how fast one would be, before a download.
     """
+    from localllm.hub.adapters import list_adapters
+
     output = cli_context(context).output
     if everything:
         _list_choices(output, as_json=as_json)
@@ -99,6 +108,8 @@ def list_command(context: typer.Context, everything: bool, as_json: bool) -> Non
     output.table(header, [_cells(row) for row in rows], optional=optional)
     if all(row.repo is None and not row.store for row in rows):
         output.note("`localllm list --all`: what can be pulled, and how fast it would be here")
+    if adapters := [adapter.name for adapter in list_adapters()]:
+        output.note(f"adapters: {', '.join(adapters)}; `localllm adapters` shows them")
     if presets := preset_names():
         output.note(f"presets: {', '.join(presets)}; `localllm preset list` shows them")
     if any(packed.state == "orphan" for row in rows for packed in row.packed):
@@ -179,7 +190,7 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
     option("--json", "One JSON object: schema_version, model, freed_bytes.", name="as_json"),
 )
 def rm_command(context: typer.Context, model: str, packed: bool, yes: bool, as_json: bool) -> None:
-    """Delete a model from this disk.
+    """Delete a model or an adapter from this disk.
 
     Deletes its downloaded files, unfinished downloads and packed weights; of ORG/REPOSITORY:QUANT those GGUF files. The
     built-in model, your own files and those that other programs keep are not touched.

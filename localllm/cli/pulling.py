@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -17,8 +17,10 @@ from localllm.runtime.fit_check import judge
 from localllm.settings import MACHINE
 
 if TYPE_CHECKING:
-    from localllm.hub import ModelFiles, PullProgress
+    from localllm.hub import ModelFiles, Progress, PullProgress
+    from localllm.hub.adapters import AdapterFiles
 
+Files = TypeVar("Files")
 PULL = option(
     "--pull",
     "Download the model if it is not on this disk.\n"
@@ -29,6 +31,19 @@ PULL = option(
 
 def pull(cli: CliContext, name: str, resolved: ResolvedSettings) -> ModelFiles:
     """Fetch a model's files, and show how far it is. Raises what `hub.pull` does."""
+    return _watched(cli, name, lambda progress: fetch(name, resolved, progress))
+
+
+def pull_adapter(cli: CliContext, name: str, resolved: ResolvedSettings) -> AdapterFiles:
+    """Fetch an adapter's files, and show how far it is. Raises what `adapters.pull_adapter` does."""
+    from localllm.hub import adapters
+
+    offline = resolved.settings.offline
+    return _watched(cli, name, lambda progress: adapters.pull_adapter(name, progress=progress, offline=offline))
+
+
+def _watched(cli: CliContext, name: str, fetched: Callable[[Progress], Files]) -> Files:
+    """Return what is fetched, and show meanwhile how far it is."""
     cli.interrupts.farewell = f"interrupted; what was fetched is kept. To go on: localllm pull {shlex.quote(name)}"
     noted = ""
     with cli.output.progress(f"pulling {name}", plain_lines=True) as line:
@@ -46,7 +61,7 @@ def pull(cli: CliContext, name: str, resolved: ResolvedSettings) -> ModelFiles:
             verb = "verifying " if progress.phase == "verifying" else ""
             line.update(progress.done_bytes, progress.total_bytes, f"{verb}{progress.file} {share}")
 
-        files = fetch(name, resolved, show)
+        files = fetched(show)
     cli.interrupts.farewell = ""
     return files
 

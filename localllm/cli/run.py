@@ -392,7 +392,7 @@ def _answers(
         encoder = Encoder.of(cli, selection, is_raw=source.chat is None, has_form=form is not None)
         ids = encoder.encode(source)
         engine = load.wait()
-        request, fitted = _request(engine, source, encoder, ids, sampling, selection.settings.overflow)
+        request, fitted = _request(engine, source, encoder, ids, sampling, selection)
         if fitted.evicted.turns:
             cli.output.note(evicted_text(fitted.evicted))
         given = None
@@ -433,13 +433,18 @@ def _warn_of_cut(cli: CliContext, engine: LoadedEngine, answers: Sequence[Answer
 
 
 def _request(
-    engine: LoadedEngine, source: Source, encoder: Encoder, ids: tuple[int, ...], sampling: SamplingParams, policy: str
+    engine: LoadedEngine,
+    source: Source,
+    encoder: Encoder,
+    ids: tuple[int, ...],
+    sampling: SamplingParams,
+    selection: Selection,
 ) -> tuple[Request, Fitted]:
     """Return the request as far as the context has room for it. ids: of the whole prompt.
 
-    Raises ContextOverflowError, TemplateError.
+    Raises AdapterError, ContextOverflowError, TemplateError.
     """
-    chat = source.chat
+    chat, policy = source.chat, selection.settings.overflow
     messages = [{"role": "user", "content": source.raw or ""}] if chat is None else chat.messages
 
     def encode(some: Sequence[Message]) -> tuple[int, ...]:
@@ -450,4 +455,13 @@ def _request(
     if chat is None and policy == "evict":  # nothing of a plain text can leave
         policy = "stop"
     opens_turn = chat is not None and chat.opens_turn
-    return chat_request(engine, sampling, messages, encode, policy, "--overflow", opens_turn=opens_turn)
+    return chat_request(
+        engine,
+        sampling,
+        messages,
+        encode,
+        policy,
+        "--overflow",
+        opens_turn=opens_turn,
+        adapters=selection.adapters(),
+    )

@@ -59,6 +59,8 @@ def search_command(context: typer.Context, words: list[str], offline: bool | Non
     elif found:
         output.table(_TITLES, map(_cells, found), optional=("LICENCE", "PULLS"), numbers=("PARAMETERS", "PULLS"))
         output.note("pull one by its name: localllm pull ORG/REPOSITORY, of GGUF files with :QUANT (Q4_K_M) behind it")
+        if any(model.adapter_of for model in found):
+            output.note("with MODEL: an adapter for it, used by localllm run MODEL --adapter ORG/REPOSITORY")
     elif found is not None:
         output.note(f"the hub has no model with {' '.join(words)!r} in its name")
 
@@ -83,7 +85,7 @@ def _on_hub(output: Output, words: str, resolved: ResolvedSettings) -> list[Foun
 
 def _cells(model: FoundModel) -> tuple[str, ...]:
     kind = "GGUF" if model.is_gguf else model.architecture
-    runs = f"no: {model.why_not}" if model.why_not else kind
+    runs = f"no: {model.why_not}" if model.why_not else f"with {model.adapter_of}" if model.adapter_of else kind
     parameters, licence = parameters_text(model.parameters), licence_text(model.licence, gated=model.gated)
     return model.repo, parameters, _counted(model.downloads), licence, runs
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.adapters import AdapterCache, adapter_bytes
 from localllm.engine.card import fault_of, faults_told
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
 from localllm.engine.events import Event, FinishedEvent, ignore
@@ -92,13 +93,16 @@ class Engine(StepLoop):
             plan,
             note,
         )
+        self.adapters = AdapterCache(
+            lambda: residency.model, lambda: residency.runner.cpu_program is not None, adapter_bytes(plan)
+        )
         self._replan, self._limits = loaded.replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)
         eos_ids = frozenset(token_id for token_id in eos if token_id is not None)
         super().__init__(
             residency,
-            Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan, eos_ids)),
+            Scheduler(self._limits.within(plan), KVAllocator(residency, reuse, computed, plan, self.adapters, eos_ids)),
             speculation(speculate, residency, plan, loaded.new_drafter),
             eos_ids,
             tokenizer.token_text,
@@ -243,6 +247,7 @@ class Engine(StepLoop):
             constraint=constraint,
         )
         sequence = new_sequence(detokenizer=detokenizer)
+        sequence.adapters = self.adapters.check(request.adapters)
         if request.beams > 1:
             from localllm.engine.beam_search import BeamSearch, Ends
 
@@ -259,6 +264,7 @@ class Engine(StepLoop):
         """Raise ContextOverflowError, UsageError or GrammarError for a request that cannot run. A grammar that is new
         is compiled, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.fixes_for)
+        self.adapters.check(request.adapters)
         if request.beams > 1:
             from localllm.engine.beam_search import require_room
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from localllm.cache.paged_kv import PagedKV
+from localllm.engine.adapters import AdapterCache, variant
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
 from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache, snapshot_bytes
@@ -59,10 +60,11 @@ class KVAllocator:
         reuse: KVReuse,
         computed: Computed,
         plan: Plan | None,
+        adapters: AdapterCache,
         end_ids: Collection[int] = (),
     ) -> None:
         """end_ids: tokens that end a message."""
-        self._residency, self._end_ids = residency, end_ids
+        self._residency, self._end_ids, self.adapters = residency, end_ids, adapters
         warnings = iter([reuse.warn])  # the first sentence is passed on, and no other
         self._reuse = replace(reuse, warn=lambda text: next(warnings, ignore)(text))
         self.prefix = prefix_cache(self._reuse, computed, residency, plan)
@@ -73,18 +75,25 @@ class KVAllocator:
         `is_cancelled` is asked while pages are read from the disk. Raises what torch does where there is no memory;
         nothing is held then.
         """
-        kv = self._residency.new_kv(sequence.kv_capacity)
+        adapters = self.adapters.take(sequence.request.adapters)
+        try:
+            kv = self._residency.new_kv(sequence.kv_capacity)
+        except BaseException:
+            self.adapters.give_back(adapters)
+            raise
+        kv.adapters = adapters
         try:
             # What is wanted of every token, its state or the logits behind it, is not in keys and values.
             needs_all = sequence.request.pooling == "mean" or sequence.reads_logits
             if self.prefix is not None and not needs_all:
-                keys = self.prefix.attach(kv, sequence.token_ids, self._rotation(sequence), is_cancelled)
+                keys = self.prefix.attach(kv, sequence.token_ids, self._variant(sequence, kv), is_cancelled)
                 sequence.num_cached_tokens = kv.length
                 if sequence.request.explains_miss:
                     sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)
             self._watch(sequence, kv)
         except BaseException:
             kv.close()
+            self.adapters.give_back(adapters)
             raise
         sequence.kv = kv
 
@@ -92,7 +101,13 @@ class KVAllocator:
         """Give a sequence a branch of what another one has computed. Raises what torch does where there is no
         memory."""
         assert leader.kv is not None
-        follower.kv = leader.kv.branch(follower.kv_capacity)
+        adapters = self.adapters.take(follower.request.adapters)
+        try:
+            follower.kv = leader.kv.branch(follower.kv_capacity)
+        except BaseException:
+            self.adapters.give_back(adapters)
+            raise
+        follower.kv.adapters = adapters
         self._watch(follower, follower.kv)
 
     def _watch(self, sequence: Sequence, kv: PagedKV) -> None:
@@ -103,16 +118,18 @@ class KVAllocator:
     def seal(self, sequence: Sequence) -> None:
         """Let later prompts find the full pages of a sequence, and the states behind some of them."""
         if self.prefix is not None and sequence.owns_kv and sequence.kv is not None:
-            rotation = self._rotation(sequence)
-            self.prefix.seal(sequence.kv, sequence.token_ids, rotation)
-            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, rotation, ends=False)
+            variant = self._variant(sequence, sequence.kv)
+            self.prefix.seal(sequence.kv, sequence.token_ids, variant)
+            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, variant, ends=False)
 
     def release(self, sequence: Sequence) -> None:
         """Give back what a sequence has that has ended; the last snapshot of its states is kept."""
         if sequence.kv is None or not sequence.owns_kv:
             return
         if self.prefix is not None and sequence.finish_reason != "error":
-            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, self._rotation(sequence), ends=True)
+            variant = self._variant(sequence, sequence.kv)
+            self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, variant, ends=True)
+        self.adapters.give_back(sequence.kv.adapters)
         sequence.kv.close()
 
     def share_ram(self, plan: Plan | None) -> None:
@@ -132,6 +149,8 @@ class KVAllocator:
                 return False
             if not is_device_out_of_memory(error) and self.give_up_ram():
                 return True
+            if self.adapters.unload():
+                return True
             return self._residency.give_way(error, rows)
         except (MemoryError, RuntimeError, LocalLLMError) as another:  # nothing is left: the first error is reported
             if isinstance(another, RuntimeError) and not is_out_of_memory(another):
@@ -143,7 +162,9 @@ class KVAllocator:
         if self.prefix is not None:
             self.prefix.close(_CLOSE_S)
 
-    def _rotation(self, sequence: Sequence) -> bytes:
-        """LongRoPE rotates the keys of a long sequence differently: those are other pages."""
+    def _variant(self, sequence: Sequence, kv: PagedKV) -> bytes:
+        """Return what tells its pages from others of the same tokens: its adapters, and that LongRoPE rotates the keys
+        of a long sequence differently."""
         switch = self._residency.config.rope_switch_length
-        return b"long" if switch is not None and len(sequence.token_ids) > switch else b""
+        is_long = switch is not None and len(sequence.token_ids) > switch
+        return variant(kv.adapters) + (b"long" if is_long else b"")

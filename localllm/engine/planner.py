@@ -171,6 +171,7 @@ class ModelPlanner:
         if self.draft is not None:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes, draft_blocks=len(self.draft.shape.blocks))
+        shape = replace(shape, adapter_bytes=self.wanted.adapter_memory or 0)
         memory = partial(
             process_memory, self.wanted.ram, self.sizes, config.vocab_size, held.host_bytes, packs=packing is not None
         )

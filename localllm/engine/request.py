@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 MAX_BEAMS = 16
 MAX_ALTERNATIVES = 100  # that are reported with a token
+MAX_ADAPTER_SCALE = 100.0
 MAX_LENGTH_PENALTY = 10.0
 WHOLE_NUMBERS = frozenset({"top_k", "repeat_last_n", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 
@@ -90,6 +91,21 @@ class TokenMask(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class AdapterRef:
+    """An adapter that a request is computed with. path: its folder or file. scale: multiplies what it adds. name: for
+    people. Raises UsageError for a scale that is none."""
+
+    path: str
+    scale: float = 1.0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not -MAX_ADAPTER_SCALE <= self.scale <= MAX_ADAPTER_SCALE:  # false for NaN too
+            why = f"it must lie within {MAX_ADAPTER_SCALE:g}"
+            raise UsageError(f"the scale of the adapter {self.name or self.path} is {self.scale}", why=why)
+
+
 Pooling = Literal["mean", "last"]
 EarlyStopping = bool | Literal["never"]
 
@@ -110,6 +126,7 @@ class Request:
     explains_miss: bool = False  # the last event says where it leaves what was computed before
     mask: TokenMask | None = None  # which tokens the answer may have
     grammar: Grammar | None = None  # which form the answer has
+    adapters: tuple[AdapterRef, ...] = ()  # what they add is added up
     priority: int = 0  # of requests that wait, those with a higher one are served sooner
     pooling: Pooling | None = None  # embed: the mean of the hidden states behind the last block, or the last, length 1
     shown_ids: frozenset[int] = frozenset()  # special tokens that are written out in the answer's text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ from localllm.kernels.cpu_jit import require_spare_memory
 from localllm.kernels.gpu.ready import give_up, why_not
 from localllm.layers.batch import Batch
 from localllm.layers.rotary import Rotary
-from localllm.layers.segment import Segment
+from localllm.layers.segment import KVStore, Segment
 from localllm.models.cpu_program import CpuProgram
 from localllm.models.decoder import Block, Decoder, without
 from localllm.models.gpu_graphs import Graphs
@@ -228,6 +228,11 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden];
         caches have not advanced."""
+        if (
+            len({self._needs_operators(chunk.kv) for chunk in chunks}) > 1
+        ):  # who computes, computes from the first block
+            each = [self.forward_with_states([chunk], cancelled=cancelled, progress=progress) for chunk in chunks]
+            return torch.cat([logits for logits, _ in each]), torch.cat([states for _, states in each])
         states: list[Tensor] = []
         first, last = self.model.blocks[0].name, self.model.blocks[-1].name
 
@@ -252,9 +257,37 @@ class ModelRunner:
     ) -> Tensor:
         """num_tokens: without drafted ones, which change nothing of who computes the others. sees_each: whether
         on_block must see what each block has computed."""
+        logits: list[Tensor] = []
+        states: list[Tensor] = []
+        keep = None if on_states is None else lambda x: states.append(x.clone())
+        runs = [
+            (key, [*run]) for key, run in groupby(batches, lambda batch: self._needs_operators(batch.segments[0].kv))
+        ]
+        if len(runs) == 1:
+            return self._logits_of_run(
+                batches, num_tokens, on_block, on_states, sees_each=sees_each, by_operators=runs[0][0]
+            )
+        for by_operators, run in runs:
+            logits.append(
+                self._logits_of_run(run, num_tokens, on_block, keep, sees_each=sees_each, by_operators=by_operators)
+            )
+        if on_states is not None:
+            on_states(torch.cat(states))
+        return torch.cat(logits)
+
+    def _logits_of_run(
+        self,
+        batches: Sequence[Batch],
+        num_tokens: int,
+        on_block: Callable[[Block, Tensor], None] | None,
+        on_states: Callable[[Tensor], None] | None,
+        *,
+        sees_each: bool,
+        by_operators: bool,
+    ) -> Tensor:
         is_many = self.prefill_model is not self.model and num_tokens >= self.many_rows
         gpu_program = self._gpu_prefill if is_many else self.gpu_program
-        if gpu_program is not None:
+        if gpu_program is not None and not by_operators:
             try:
                 return gpu_program.logits(batches, on_block, sees_each=sees_each)
             except Exception as error:
@@ -263,21 +296,32 @@ class ModelRunner:
                     raise StepCancelledError from error  # some layers hold these tokens: the sequences begin anew
         if is_many:
             return self.prefill_model.forward(batches, on_block, on_states)
-        forward = self.model.forward if self.cpu_program is None else self.cpu_program.logits
-        return forward(batches, on_block, on_states)
+        if self.cpu_program is None or by_operators:
+            return self.model.forward(batches, on_block, on_states)
+        return self.cpu_program.logits(batches, on_block, on_states)
+
+    def _needs_operators(self, kv: KVStore) -> bool:
+        """Return whether our kernels do not compute the adapters of a sequence, so that torch's operators compute all
+        of it."""
+        if self.cpu_program is not None:
+            return any(each.adapter.needs_operators for each in kv.adapters)
+        return bool(kv.adapters)
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[Batch]:
         """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
         # The operators' matrix products keep a row's bits up to MAX_ROWS rows, a GPU's step up to FEW_ROWS, the native
         # step's for any number.
         few = SINGLE_CALL_ROWS if self._is_ours(chunks) else MAX_ROWS
-        together = few if self.cpu_program is None else self.batch_rows
+        few = few if self.cpu_program is None else self.batch_rows
         groups: list[list[_Part]] = []
         for chunk in chunks:
+            by_operators = self._needs_operators(chunk.kv)
+            together = MAX_ROWS if by_operators else few
             num_tokens = together if chunk.num_drafted else self.batch_rows
             for begin in range(chunk.begin, chunk.end, num_tokens):
                 part = _Part(chunk, begin, min(begin + num_tokens, chunk.end))
-                if groups and sum(map(len, groups[-1])) + len(part) <= together:
+                is_alike = bool(groups) and self._needs_operators(groups[-1][0].chunk.kv) == by_operators
+                if is_alike and sum(map(len, groups[-1])) + len(part) <= together:
                     groups[-1].append(part)
                 else:
                     groups.append([part])
@@ -307,7 +351,8 @@ class ModelRunner:
         """Return the segments of a part whose first row is `begin`. The operators' attention computes drafted tokens
         one by one, as it would without them: its sums are others for several rows."""
         chunk, length = part.chunk, len(part.chunk.token_ids)
-        is_apart = chunk.num_drafted and self.cpu_program is None and not self._is_ours([chunk])
+        by_operators = self._needs_operators(chunk.kv) or (self.cpu_program is None and not self._is_ours([chunk]))
+        is_apart = chunk.num_drafted and by_operators
         for first, last in ((i, i + 1) for i in range(part.begin, part.end)) if is_apart else ((part.begin, part.end),):
             yield Segment(begin + first - part.begin, begin + last - part.begin, chunk.kv, first, length)
 
@@ -318,7 +363,10 @@ class ModelRunner:
 
     def _is_ours(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether our kernels of a GPU compute every block of these chunks."""
-        return self.gpu_program is not None and self.gpu_program.computes_all([chunk.kv for chunk in chunks])
+        kvs = [chunk.kv for chunk in chunks]
+        if self.gpu_program is None or any(map(self._needs_operators, kvs)):
+            return False
+        return self.gpu_program.computes_all(kvs)
 
     def without(self, names: frozenset[str]) -> ModelRunner:
         """Return a runner of the model without these blocks; the last one asked for is cached. names: must include
@@ -336,7 +384,10 @@ class ModelRunner:
         """Return whether `draw` can sample the tokens behind these chunks."""
         is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
         is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
-        return is_step and self.gpu_program is not None and self.gpu_program.has_pages([chunk.kv for chunk in chunks])
+        kvs = [chunk.kv for chunk in chunks]
+        if not is_step or self.gpu_program is None or any(map(self._needs_operators, kvs)):
+            return False
+        return self.gpu_program.has_pages(kvs)
 
     @torch.inference_mode()
     def draw(self, chunks: Sequence[Chunk], draws: Sequence[PlainDraw], *, goes_on: bool) -> list[list[int]] | None:

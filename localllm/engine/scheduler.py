@@ -198,6 +198,8 @@ class Scheduler:
     def _leads(self, leader: Sequence, waiting: Sequence) -> bool:
         if leader.pool is not None or leader.kv is None or leader.kv.length >= leader.num_prompt_tokens:
             return False
+        if not _has_same_adapters(leader, waiting):
+            return False
         if _has_same_prompt(leader, waiting):
             return True
         # Where prompts share a step and both fit into one, waiting for a part would cost another pass over the weights;
@@ -226,7 +228,12 @@ class Scheduler:
 
 def _has_same_prompt(one: Sequence, other: Sequence) -> bool:
     ids, others = one.request.prompt_ids, other.request.prompt_ids
-    return len(ids) == len(others) and ids == others and one.pool is other.pool is None and not one.reads_logits
+    is_plain = one.pool is other.pool is None and not one.reads_logits
+    return len(ids) == len(others) and ids == others and is_plain and _has_same_adapters(one, other)
+
+
+def _has_same_adapters(one: Sequence, other: Sequence) -> bool:
+    return one.adapters == other.adapters and one.request.adapters == other.request.adapters
 
 
 def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:

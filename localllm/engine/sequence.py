@@ -145,6 +145,7 @@ class Sequence:
         self.token_ids = list(request.prompt_ids)
         self.kv: PagedKV | None = None  # reserved at admission
         self.owns_kv = True
+        self.adapters: tuple[tuple[str, str], ...] = ()  # their versions, as `AdapterCache.check` has them
         self.num_cached_tokens = 0  # of the prompt, that were not computed
         self.num_scored = 0  # tokens of the prompt whose logprobs were told
         self.miss: CacheMiss | None = None

@@ -464,3 +464,35 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "nemotron": _nemotron,
     }
 )
+
+# Architectures whose files are of other types of models than the one that is called like them.
+_MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "llama": ("llama", "mistral", "mixtral", "mistral3", "internlm3"),
+        "mistral3": ("mistral3", "ministral3"),
+        "qwen2vl": ("qwen2_5_vl",),
+        "qwen3vl": ("qwen3_vl",),
+        "gemma4": ("gemma4", "gemma4_unified"),
+        "olmo2": ("olmo2", "olmo3"),
+        "qwen2moe": ("qwen2_moe",),
+        "qwen3moe": ("qwen3_moe",),
+        "qwen3vlmoe": ("qwen3_vl_moe",),
+        "qwen3next": ("qwen3_next",),
+        "qwen35": ("qwen3_5",),
+        "qwen35moe": ("qwen3_5_moe",),
+        "glm4moe": ("glm4_moe",),
+        "ernie4_5-moe": ("ernie4_5_moe",),
+        "gpt-oss": ("gpt_oss",),
+        "minimax-m2": ("minimax_m2",),
+        "hunyuan-moe": ("hunyuan_v1_moe",),
+        "hunyuan-dense": ("hunyuan_v1_dense",),
+        "chatglm": ("glm",),
+        "muse-glimmer": ("muse_glimmer",),
+    }
+)
+
+
+def holds_type(architecture: str, model_type: str) -> bool:
+    """Return whether files of an architecture may hold a model of this type of Hugging Face's."""
+    known = architecture in ARCHITECTURES
+    return known and model_type.removesuffix("_text") in _MODEL_TYPES.get(architecture, (architecture,))

@@ -23,7 +23,7 @@ _ENDINGS = frozenset(
 # Tokens that end no text where another one does: gpt-oss' end of a message, and a tag of HTML that Gemma knows.
 _OTHERWISE = MappingProxyType({"<|return|>": "<|end|>", "<eos>": "</s>"})
 _NOT_MODELS = {
-    "adapter": ("a LoRA adapter", "give the GGUF file of the model that it was made for; adapters are not applied"),
+    "adapter": ("a LoRA adapter", "name the model that it was made for, and this file behind --adapter"),
     "mmproj": ("the image or audio encoder of a model", "give the file without mmproj in its name, for text alone"),
     "imatrix": ("an importance matrix, which quantizers use", "give the GGUF file of a model"),
 }

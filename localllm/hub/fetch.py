@@ -1,4 +1,4 @@
-"""Fetching a model: which files of a repository, in which order, and when the result counts as whole."""
+"""Fetching a model or an adapter: which files of a repository, in which order, and when the result counts as whole."""
 
 from __future__ import annotations
 
@@ -11,16 +11,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from localllm.errors import CheckpointError, DownloadError, Fix, ModelNotFoundError, UnsupportedModelError
+from localllm.errors import (
+    AdapterError,
+    CheckpointError,
+    DownloadError,
+    Fix,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    show,
+)
 from localllm.gguf.config import hf_config
 from localllm.gguf.ollama import architecture_of
 from localllm.hub import quants, repo_cache
+from localllm.hub.adapter_files import NamesAdapterError, base_in_tags, without_weights
+from localllm.hub.gguf_files import is_adapter_head
 from localllm.hub.http import HubClient, TransferInterruptedError
 from localllm.hub.locks import exclusive
 from localllm.hub.quants import GgufChoice, is_gguf_name, models_among, pick, several
 from localllm.hub.settings import Progress, PullProgress
 from localllm.hub.transfer import FileTransfer, RemoteFile
-from localllm.registry import FAMILIES, QUANTIZERS, unknown_architecture
+from localllm.registry import FAMILIES, QUANTIZERS, load_registry, unknown_architecture
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
@@ -41,26 +51,36 @@ TEMPORARY_LIFETIME_S = 60.0
 
 
 def fetch_repository(
-    client: HubClient, cache: repo_cache.RepoCache, revision: str, progress: Progress, part: str = ""
+    client: HubClient,
+    cache: repo_cache.RepoCache,
+    revision: str,
+    progress: Progress,
+    part: str = "",
+    *,
+    is_adapter: bool = False,
 ) -> tuple[str, str]:
-    """Bring the model's files into the cache. Return the commit, and the first file of a GGUF model, "" of any other.
-    Files that are there already are not fetched again.
+    """Bring the files of a model, or of an adapter, into the cache. Return the commit, and the first file of those that
+    are GGUF files, "" of any other. Files that are there already are not fetched again.
 
-    part: of the repository's GGUF files those that are wanted, as `ModelReference` has it. Raises DownloadError,
-    AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError.
+    part: of the repository's GGUF files those that are wanted, as `ModelReference` has it.
+    is_adapter: an adapter is wanted, not a model.
+
+    Raises DownloadError, AccessError, ModelNotFoundError, UnsupportedModelError or DoesNotFitError; NamesAdapterError
+    where a model is wanted and an adapter is there, and AdapterError the other way round.
     """
     progress(PullProgress("listing", note=client.page))
     described = client.listing(revision, lambda note: progress(PullProgress("retrying", note=note)))
     try:
         with exclusive(cache.lock, lambda pid: progress(PullProgress("waiting", note=f"process {pid} is fetching it"))):
-            return _Pull(client, cache, described, progress, part).run(revision)
+            listing = _Listing.read(described, client, part, is_adapter=is_adapter)
+            return _Pull(client, cache, listing, progress).run(revision)
     except OSError as error:
         raise repo_cache.disk_error(error, cache.folder, 0) from None
 
 
 def listed_bytes(client: HubClient, revision: str, part: str = "") -> int:
     """Return the bytes of all files that `fetch_repository` would fetch. Raises what it does."""
-    listing = _Listing.read(client.listing(revision, lambda _: None), client, client.repo, part)
+    listing = _Listing.read(client.listing(revision, lambda _: None), client, part)
     small, weights = listing.wanted(client)
     return sum(file.size_bytes for file in (*small, *weights))
 
@@ -68,20 +88,12 @@ def listed_bytes(client: HubClient, revision: str, part: str = "") -> int:
 class _Pull:
     """One repository's files, one after the other."""
 
-    def __init__(
-        self,
-        client: HubClient,
-        cache: repo_cache.RepoCache,
-        described: Mapping[str, object],
-        progress: Progress,
-        part: str,
-    ) -> None:
-        """described: the repository, as the hub does."""
+    def __init__(self, client: HubClient, cache: repo_cache.RepoCache, listing: _Listing, progress: Progress) -> None:
         self._client = client
         self._cache = cache
         self._progress = progress
-        self._listing = _Listing.read(described, client, cache.repo, part)
-        self._commit = self._listing.commit
+        self._listing = listing
+        self._commit = listing.commit
         self._small, self._weights = self._listing.wanted(client)
         self._snapshot = cache.snapshot(self._commit)
         self._total_bytes = sum(file.size_bytes for file in (*self._small, *self._weights))
@@ -89,7 +101,7 @@ class _Pull:
 
     def run(self, revision: str) -> tuple[str, str]:
         cache, commit, files = self._cache, self._commit, (*self._small, *self._weights)
-        gguf = self._listing.gguf
+        gguf, has_architecture = self._listing.gguf, not (self._listing.gguf or self._listing.is_adapter)
         cache.manifest(commit).parent.mkdir(parents=True, exist_ok=True)  # marks the folder as one of ours
         absent = [file for file in files if not self._is_held(file)]
         partial_bytes = sum(min(file.size_bytes, _size(self._partial(file))) for file in absent)
@@ -104,14 +116,14 @@ class _Pull:
         # found out before gigabytes are spent on it.
         for file in files:
             if gguf is None and file in self._weights[:1]:
-                self._check_architecture()
+                self._check_architecture() if has_architecture else self._check_method()
             self._bring(file, is_here=file not in absent)
-        if gguf is None:
+        if has_architecture:
             self._check_shards()
         self._link_held()
         repo_cache.sync_directory(cache.blobs)
         repo_cache.sync_directory(self._snapshot)
-        if gguf is None:
+        if has_architecture:
             cache.write_manifest(commit, {file.name: file.size_bytes for file in files})
         cache.write_ref(revision, commit)
         self._collect()
@@ -152,8 +164,8 @@ class _Pull:
         self._progress(PullProgress(phase, file.name, count, file.size_bytes, done_bytes, self._total_bytes, note))
 
     def _check_header(self, file: RemoteFile) -> None:
-        """Refuse a GGUF model of an architecture that does not run here before it is fetched, where its first bytes say
-        so: all else is found out from the whole header."""
+        """Refuse a GGUF model of an architecture that does not run here, or an adapter in a model's place, before it is
+        fetched, where its first bytes say so: all else is found out from the whole header."""
         head, url = b"", self._client.file_url(self._commit, file.name)
         with (
             suppress(TransferInterruptedError),
@@ -163,6 +175,12 @@ class _Pull:
                 head += chunk
                 if len(head) >= _HEAD_BYTES:
                     break
+        if is_adapter_head(head) and not self._listing.is_adapter:
+            raise self._listing.no_model(self._client)
+        if self._listing.is_adapter:
+            if not is_adapter_head(head) and len(head) >= min(_HEAD_BYTES, file.size_bytes):
+                raise self._listing.no_adapter()
+            return
         found = _GGUF_ARCHITECTURE.search(head)
         if found is not None and len(found[2]) >= (size := int.from_bytes(found[1], "little")):
             metadata = {"general.architecture": architecture_of(found[2][:size].decode("ascii", "replace"))}
@@ -184,6 +202,13 @@ class _Pull:
                 why=f"weights of {', '.join(QUANTIZERS)} and GGUF files are; no weights were fetched",
                 fix="choose the original repository, or one with GGUF, AWQ or GPTQ in its name",
             )
+
+    def _check_method(self) -> None:
+        """Refuse an adapter of another kind than LoRA."""
+        method = repo_cache.read_json(self._snapshot / repo_cache.ADAPTER_CONFIG).get("peft_type", "LORA")
+        if method != "LORA":
+            why = f"its peft_type is {show(method)}; no weights were fetched"
+            raise AdapterError(f"{self._cache.repo} is no LoRA", why=why, fix="choose another adapter")
 
     def _check_shards(self) -> None:
         cache, snapshot = self._cache, self._snapshot
@@ -211,19 +236,28 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Listing:
-    """The files of a repository, as the hub lists them by their names. gguf: the model that is wanted of its GGUF
-    files; None: the one of its safetensors files."""
+    """The files of a repository, as the hub lists them by their names.
+
+    gguf: what is wanted of its GGUF files; None: what it has as safetensors files.
+    is_adapter: an adapter is wanted, not a model.
+    base: the model that its adapter changes, as the hub tags it; "" where it has no such tag.
+    """
 
     repo: str
     commit: str
     items: Mapping[str, Mapping[str, object]]
-    gguf: GgufChoice | None
+    gguf: GgufChoice | None = None
+    is_adapter: bool = False
+    base: str = ""
 
     @classmethod
-    def read(cls, described: Mapping[str, object], client: HubClient, repo: str, part: str) -> _Listing:
-        """part: as `fetch_repository` has it. Raises DownloadError for a listing that cannot be understood,
-        ModelNotFoundError where the repository has no such GGUF model, or several."""
-        commit, siblings = described.get("sha"), described.get("siblings")
+    def read(
+        cls, described: Mapping[str, object], client: HubClient, part: str, *, is_adapter: bool = False
+    ) -> _Listing:
+        """part, is_adapter: as `fetch_repository` has them. Raises DownloadError for a listing that cannot be
+        understood, ModelNotFoundError where the repository has no such GGUF model, or several, NamesAdapterError and
+        AdapterError where it has not what is wanted."""
+        repo, commit, siblings = client.repo, described.get("sha"), described.get("siblings")
         if not isinstance(commit, str) or not repo_cache.COMMIT.fullmatch(commit) or not isinstance(siblings, list):
             raise DownloadError(
                 f"the hub's description of {repo} is not understood",
@@ -231,11 +265,29 @@ class _Listing:
                 fix=f"look at {client.page}, then: {client.resume_command}",
             )
         named = [item for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)]
-        listing = cls(repo, commit, {item["rfilename"]: item for item in named}, None)
-        kinds = {Path(name).suffix for name in listing.items}
+        items, tags = {item["rfilename"]: item for item in named}, described.get("tags")
+        listing = cls(repo, commit, items, None, is_adapter, base_in_tags(tags if isinstance(tags, list) else ()))
+        kinds = {Path(name).suffix for name in items}
         if part or (".gguf" in kinds and not kinds & _OTHER_WEIGHTS):
             return replace(listing, gguf=listing.one_gguf(part))
+        if is_adapter and repo_cache.ADAPTER_CONFIG not in items:
+            raise listing.no_adapter()
+        has_model = "config.json" in items and items.keys() & {repo_cache.SINGLE, repo_cache.INDEX}
+        if not is_adapter and repo_cache.ADAPTER_CONFIG in items and not has_model:
+            raise listing.no_model(client)
         return listing
+
+    def no_adapter(self) -> AdapterError:
+        """Return the error of a repository with a model where an adapter is wanted."""
+        absent = f"it has no {repo_cache.ADAPTER_CONFIG}"
+        why = f"{self.gguf.files[0]} is not one by its header" if self.gguf is not None else absent
+        return AdapterError(f"{self.repo} has no adapter", why=why, fix=Fix.command("run", self.repo))
+
+    def no_model(self, client: HubClient) -> NamesAdapterError:
+        """Return the error of a repository with an adapter where a model is wanted."""
+        error = NamesAdapterError(client.name, self.base, load_registry())
+        error.fix = [client.resume_command, *error.fixes]
+        return error
 
     def gguf_models(self) -> list[GgufChoice]:
         """Return all that the repository offers as GGUF files."""
@@ -259,8 +311,16 @@ class _Listing:
         raise ModelNotFoundError(f"{self.repo} has no GGUF files", why=why, fix=Fix.command("pull", self.repo))
 
     def wanted(self, client: HubClient) -> tuple[list[RemoteFile], list[RemoteFile]]:
-        """Return small files, and files of weights. Raises UnsupportedModelError where they cannot be run."""
-        small, weights = ([], self.gguf.files) if self.gguf else _wanted(list(self.items), self.repo)
+        """Return small files, and files of weights. Raises UnsupportedModelError where they cannot be run, AdapterError
+        where those of an adapter are a pickle or absent."""
+        if self.gguf is not None:
+            small, weights = list[str](), list(self.gguf.files)
+        elif not self.is_adapter:
+            small, weights = _wanted(list(self.items), self.repo)
+        elif repo_cache.ADAPTER_WEIGHTS in self.items:
+            small, weights = [repo_cache.ADAPTER_CONFIG], [repo_cache.ADAPTER_WEIGHTS]
+        else:
+            raise without_weights(self.repo, is_pickle=repo_cache.ADAPTER_PICKLE in self.items)
         files = {name: _remote_file(client, self.commit, name, self.items[name]) for name in (*small, *weights)}
         return [files[name] for name in small], [files[name] for name in weights]
 

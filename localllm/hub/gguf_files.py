@@ -19,6 +19,8 @@ from localllm.hub.quants import is_gguf_name
 from localllm.present import is_file, is_folder
 
 _MAGIC = b"GGUF"
+_HEAD_BYTES = 4096  # in which the type is, as it is written behind the architecture
+_ADAPTER = b"general.type\x08\0\0\0\x07\0\0\0\0\0\0\0adapter"
 
 _UNFINISHED_S = 3600.0  # after which a folder without its name is no other process's any more
 
@@ -56,12 +58,28 @@ def gguf_folder(path: Path) -> Path:
     return folder
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a plain file begins as a GGUF file does."""
+def is_gguf_model(path: Path) -> bool:
+    """Return whether a plain file begins as a GGUF file does, and not as an adapter's."""
+    head = _head(path)
+    return head.startswith(_MAGIC) and not is_adapter_head(head)
+
+
+def is_gguf_adapter(path: Path) -> bool:
+    """Return whether a plain file begins as the GGUF file of an adapter (LoRA)."""
+    head = _head(path)
+    return head.startswith(_MAGIC) and is_adapter_head(head)
+
+
+def is_adapter_head(head: bytes) -> bool:
+    """Return whether the first bytes of a GGUF file say that it is an adapter."""
+    return _ADAPTER in head
+
+
+def _head(path: Path) -> bytes:
     if is_file(path):
         with suppress(OSError), path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    return False
+            return file.read(_HEAD_BYTES)
+    return b""
 
 
 def folder_of(path: Path) -> Path:

@@ -76,6 +76,7 @@ class HubClient:
     def __init__(self, hub: HubSettings, repo: str, name: str, again: Fix | None = None) -> None:
         self.hub = hub
         self.repo = repo
+        self.name = name
         self.page = f"{hub.endpoint}/{repo}"
         self.resume_command = again or pull_command(name)
         self._token = found_token()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from localllm.config import format_bytes
 from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError
 from localllm.gguf.header import split_files
-from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources, gguf_types
+from localllm.hub.gguf_files import gguf_bytes, gguf_folder, gguf_models, gguf_sources, gguf_types, is_gguf_adapter
 from localllm.hub.names import (
     MODEL_FILES,
     OLLAMA,
@@ -35,7 +35,7 @@ from localllm.hub.names import (
 )
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, packed_sources
 from localllm.hub.quants import GgufChoice, ambiguous, models_among, named, pick, several
-from localllm.hub.repo_cache import COMMIT, INDEX, RepoCache, read_json
+from localllm.hub.repo_cache import ADAPTER_CONFIG, COMMIT, INDEX, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.hub.stores import StoreModel, find_in_store, names_in_stores
 from localllm.present import is_file, is_folder
@@ -183,8 +183,8 @@ def locate(
     """Return the files of a model by any of its names: see `names.understand`. Touches no network.
 
     needs_config: whether a user's folder must hold config.json; a tokenizer alone needs none. Raises ModelNotFoundError
-    for an unknown name, for one that may mean several models, and with the command that fetches it for a model that is
-    not, or only partly, on this disk.
+    for an unknown name, for one that may mean several models, for an adapter's, and with the command that fetches it
+    for a model that is not, or only partly, on this disk.
     """
     registry, hub = registry or load_registry(), HubSettings.from_environment(offline=offline)
     try:
@@ -198,11 +198,11 @@ def locate(
             error.fix = *(Fix.model(name, other) for other in others), *error.fixes
         raise
     if reference.gguf is not None:
-        return _of_file(reference.gguf)
+        return _of_file(reference.gguf, name, registry)
     if reference.store:
         return _of_store(find_in_store(reference.store, reference.word))
     assert reference.directory is not None
-    return _of_directory(reference, reference.directory, needs_config=needs_config)
+    return _of_directory(reference, reference.directory, registry, needs_config=needs_config)
 
 
 def _of_hub(name: str, reference: ModelReference, repo: str, registry: Registry, hub: HubSettings) -> ModelFiles:
@@ -214,7 +214,12 @@ def _of_hub(name: str, reference: ModelReference, repo: str, registry: Registry,
     if commit is not None and (models := gguf_of(cache, commit, reference)):
         if len(models) > 1:
             raise several(name, models, partial(Fix.model, name))
-        return files_of(cache, commit, *next(iter(models.items())))
+        [(own_name, model)] = models.items()
+        if is_gguf_adapter(path := cache.snapshot(commit) / model.files[0]):
+            raise _adapter_named(name, path, registry)
+        return files_of(cache, commit, own_name, model)
+    if commit is not None and cache.has_adapter(commit):
+        raise _adapter_named(name, cache.snapshot(commit), registry)
     raise _not_here(name, reference, cache, registry, hub)
 
 
@@ -232,7 +237,17 @@ def files_of(cache: RepoCache, commit: str, name: str, model: GgufChoice) -> Mod
     return _read(ModelFiles(path, name, cache.repo, commit, gguf=path))
 
 
-def _of_file(path: Path) -> ModelFiles:
+def _adapter_named(name: str, path: Path, registry: Registry) -> ModelNotFoundError:
+    """Return the error of a name that is an adapter's. path: of its folder, or its GGUF file."""
+    from localllm.hub.adapter_files import NamesAdapterError, base_of
+
+    return NamesAdapterError(name, base_of(path), registry)
+
+
+def _of_file(path: Path, name: str, registry: Registry) -> ModelFiles:
+    """name: as it was typed."""
+    if is_gguf_adapter(path):
+        raise _adapter_named(name, path, registry)
     first = split_files(path)[0]
     return _read(ModelFiles(first, str(first), gguf=first))
 
@@ -255,7 +270,7 @@ def _of_store(model: StoreModel) -> ModelFiles:
     return _read(ModelFiles(model.path, model.name, gguf=model.path))
 
 
-def _of_directory(reference: ModelReference, directory: Path, *, needs_config: bool) -> ModelFiles:
+def _of_directory(reference: ModelReference, directory: Path, registry: Registry, *, needs_config: bool) -> ModelFiles:
     is_of_gguf = not any(directory.glob("*.safetensors")) and any(directory.glob("*.gguf"))
     if (is_file(directory / "config.json") and not is_of_gguf) or (not needs_config and reference.name != BUILT_IN):
         return ModelFiles(directory, reference.name, entry=reference.entry)
@@ -272,7 +287,9 @@ def _of_directory(reference: ModelReference, directory: Path, *, needs_config: b
         instead = partial(Fix.model, reference.name)
         raise ambiguous(f"{directory} has {len(models)} GGUF models", sizes, list(map(str, models)), instead)
     if models:
-        return _of_file(models[0])
+        return _of_file(models[0], reference.name, registry)
+    if is_file(directory / ADAPTER_CONFIG):
+        raise _adapter_named(reference.name, directory, registry)
     fix = "name the folder that holds config.json and *.safetensors, or a GGUF file"
     raise ModelNotFoundError(f"{directory} is not a model", why=without_config(directory), fix=fix)
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from localllm.errors import CheckpointError
-from localllm.hub.gguf_files import folder_of, gguf_bytes, is_gguf
+from localllm.hub.gguf_files import folder_of, gguf_bytes, is_gguf_model
 from localllm.hub.installed import InstalledModel, folder_bytes, marked, type_of
 from localllm.hub.names import TINY_DIRECTORY, whole_path
 from localllm.hub.packed import PackedWeights, own_bytes, packed_sources
 from localllm.hub.quants import GgufChoice, models_among, named
-from localllm.hub.repo_cache import RepoCache
+from localllm.hub.repo_cache import RepoCache, behind
 from localllm.hub.settings import HubSettings
 from localllm.hub.stores import PROGRAMS, store_models
 from localllm.present import is_file, is_folder
@@ -101,19 +101,25 @@ def _of_repository(cache: RepoCache, entry: ModelEntry | None) -> Iterator[Insta
     yield from gguf
     yield from begun
     is_begun = partial_bytes > 0 or (is_folder(cache.manifest("").parent) and not gguf and not begun)
-    if not whole and is_begun:
+    if not whole and is_begun and not _has_adapters(cache):
         name = entry.name if entry else cache.repo
         size_bytes = partial_bytes if gguf or begun else own_bytes(cache.blobs)
         yield InstalledModel(name, None, 0, cache.repo, partial_bytes=size_bytes, entry=entry)
 
 
+def _has_adapters(cache: RepoCache) -> bool:
+    from localllm.hub.adapter_files import adapters_of
+
+    return any(adapters_of(cache))
+
+
 def _gguf_rows(cache: RepoCache, commit: str, refs: Mapping[str, str]) -> Iterator[InstalledModel]:
     """Yield the whole GGUF models of a snapshot."""
-    models = named(models_among(cache.gguf_files(commit)), cache.repo, _behind(commit, refs))
+    models = named(models_among(cache.gguf_files(commit)), cache.repo, behind(commit, refs))
     for name, model in models.items():
         path = whole_path(cache.snapshot(commit) / model.files[0])
         row = InstalledModel(name, None, model.size_bytes, cache.repo, commit)
-        if is_gguf(path) and (found := _of_gguf(row, path)) is not None:
+        if is_gguf_model(path) and (found := _of_gguf(row, path)) is not None:
             yield found
 
 
@@ -122,7 +128,7 @@ def _begun(cache: RepoCache, refs: Mapping[str, str]) -> Iterator[InstalledModel
     for commit in cache.wanted_commits():
         here, wanted = cache.gguf_files(commit), cache.wanted(commit)
         models = models_among({name: size for name, (size, _) in wanted.items()})
-        for name, model in named(models, cache.repo, _behind(commit, refs)).items():
+        for name, model in named(models, cache.repo, behind(commit, refs)).items():
             if not set(model.files) <= set(here):
                 yield InstalledModel(
                     name, None, 0, cache.repo, partial_bytes=_fetched_bytes(cache, model, here, wanted)
@@ -137,13 +143,6 @@ def _fetched_bytes(
         with suppress(OSError):
             found += here.get(file) or cache.incomplete(wanted[file][1]).stat().st_size
     return found
-
-
-def _behind(commit: str, refs: Mapping[str, str]) -> str:
-    """Return what a name of the hub's needs to lead to this commit: "" or "@v1"."""
-    if refs.get("main", commit) == commit:
-        return ""
-    return f"@{next((ref for ref, target in refs.items() if target == commit), commit)}"
 
 
 def _name_of(commit: str, cache: RepoCache, refs: Mapping[str, str], entry: ModelEntry | None) -> str:

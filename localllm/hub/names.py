@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 from localllm import present
 from localllm.errors import Fix, ModelNotFoundError
-from localllm.hub.repo_cache import REPO_FILE
+from localllm.hub.repo_cache import ADAPTER_CONFIG, REPO_FILE
 from localllm.registry import BUILT_IN, REPO_ID, REVISION, ModelEntry, Registry
 
 NAME_LIMIT = 4096
@@ -112,10 +112,10 @@ def understand(name: str, registry: Registry) -> ModelReference:
 
     Raises ModelNotFoundError for anything else; nothing is opened for it.
     """
-    is_path = name in (".", "..", "~") or name.startswith(("/", "./", "../", "~"))
+    is_path = looks_like_path(name)
     if reason := refusal(name, is_path=is_path):
         raise ModelNotFoundError(f"{name[:80]!r} is not a model name", why=reason, fix=Fix.command("list"))
-    if name.casefold().endswith(".gguf") and present.is_file(path := _path(name)):
+    if name.casefold().endswith(".gguf") and present.is_file(path := path_of(name)):
         file = whole_path(path)
         return ModelReference(str(file), gguf=file)
     if name.casefold() == BUILT_IN:
@@ -134,15 +134,22 @@ def understand(name: str, registry: Registry) -> ModelReference:
         return ModelReference(BUILT_IN, directory=TINY_DIRECTORY, entry=entry)
     if entry is not None:
         return ModelReference(entry.name, None, entry.repo, entry.revision, entry, passed_over)
+    if present.is_file(folder / ADAPTER_CONFIG):  # no model, which is told where its files are wanted
+        return ModelReference(name, directory=folder)
     found = HubName.read(name)
     if name.casefold().endswith(".gguf") and (found is None or not found.part):
-        why = f"{_path(name).absolute()} is not there"
+        why = f"{path_of(name).absolute()} is not there"
         raise ModelNotFoundError(f"there is no file {name[:200]!r}", why=why, fix=Fix.command("list"))
     if found is not None:
         known = None if found.part else registry.by_repo(found.repo)
         revision, short = found.revision or _MAIN, short_name(name)
         return ModelReference(short, None, found.repo, revision, known, passed_over, part=found.part)
     raise _unknown(name, passed_over, registry)
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a name is a path by its first letters, whatever is there."""
+    return name in (".", "..", "~") or name.startswith(("/", "./", "../", "~"))
 
 
 def refusal(name: str, *, is_path: bool = False) -> str:
@@ -197,7 +204,8 @@ def whole_path(file: Path) -> Path:
     return file.parent.resolve() / file.name
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """Return the path that a name would be, with ~ as the shell has it."""
     try:
         return Path(name).expanduser()
     except RuntimeError:  # ~nobody
@@ -213,7 +221,7 @@ def _has_gguf(folder: Path) -> bool:
 
 
 def _directory(name: str) -> ModelReference:
-    path = _path(name)
+    path = path_of(name)
     if present.is_folder(path):
         return ModelReference(name, directory=path)
     is_there = present.is_there(path)
@@ -223,6 +231,4 @@ def _directory(name: str) -> ModelReference:
 
 def without_config(folder: Path) -> str:
     """Why a folder without config.json is not a model."""
-    if present.is_file(folder / "adapter_config.json"):
-        return "it is an adapter, which changes another model; adapters are not supported yet"
     return f"it has no config.json, and no GGUF file; it holds {len(list(folder.iterdir()))} other files"

@@ -21,7 +21,7 @@ from localllm.hub.repo_cache import RepoCache
 from localllm.hub.settings import HubSettings
 from localllm.hub.stores import PROGRAMS
 from localllm.present import is_file, is_folder, is_link
-from localllm.registry import BUILT_IN, load_registry
+from localllm.registry import BUILT_IN, Registry, load_registry
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,11 @@ def removal(name: str, *, packed_only: bool = False) -> Removal:
 
     packed_only: the packed ones alone, which any other model may have as well. `org/repo@revision` means that snapshot
     and the files that no other snapshot shares, `org/repo:QUANT` those GGUF files. Links are deleted, never followed.
-    Raises UsageError for the files of the built-in model, of the user and of other programs, ModelNotFoundError where
-    nothing is.
+    An adapter has its short name too. Raises UsageError for the files of the built-in model, of the user and of other
+    programs, ModelNotFoundError where nothing is.
     """
     registry, hub = load_registry(), HubSettings.from_environment()
+    name = _of_adapter(name, registry)
     packed = packed_of(name, registry, hub)
     if packed_only and not packed:
         raise ModelNotFoundError(f"nothing of {name} is packed", why="it takes no such space", fix=Fix.command("list"))
@@ -63,6 +64,17 @@ def removal(name: str, *, packed_only: bool = False) -> Removal:
         raise ModelNotFoundError(f"{name} is not on this disk", why=why, fix=Fix.command("list"))
     checkpoint_bytes, delete = found
     return replace(only_packed, checkpoint_bytes=checkpoint_bytes, delete=partial(_delete, name, cache, packed, delete))
+
+
+def _of_adapter(name: str, registry: Registry) -> str:
+    """Return the whole name of an adapter for its short one; any other name as it is."""
+    try:
+        understand(name, registry)
+    except ModelNotFoundError:
+        from localllm.hub.adapters import list_adapters
+
+        return next((each.hub_name for each in list_adapters() if each.name == name.casefold()), name)
+    return name
 
 
 def _refusal(name: str, reference: ModelReference, *, is_packed: bool) -> UsageError:

@@ -8,7 +8,8 @@
     .localllm/COMMIT.gguf.json           the GGUF files that were ever wanted, written before they are fetched
 
 A snapshot that another tool fetched has no such list; it is whole when its config, its tokenizer and every shard that
-its index names are there. A GGUF model is whole when all of its files are. Knows no network.
+its index names are there. A GGUF model is whole when all of its files are, an adapter when both of its files are there,
+whoever fetched them. Knows no network.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _GGUF_DEPTH = 4  # folders of a repository in which models lie
 _MOST_FILES = 10_000  # of a snapshot
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_PICKLE = "adapter_model.bin"
 JSON_LIMIT_BYTES = 8 << 20  # the largest index of a real model has about 2 MiB
 
 
@@ -110,6 +114,10 @@ class RepoCache:
     def shards(self, snapshot: Path) -> list[str]:
         """Names of the files that hold the weights, by its own index. Raises CheckpointError for a broken one."""
         return shard_names(snapshot / INDEX) if self.holds(snapshot / INDEX) else [SINGLE]
+
+    def has_adapter(self, commit: str) -> bool:
+        """Return whether a snapshot has the files of an adapter, as PEFT writes them."""
+        return all(self.holds(self.snapshot(commit) / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
     def gguf_files(self, commit: str) -> dict[str, int]:
         """Return the bytes of the GGUF files of a snapshot by their names in the repository. A file of ours that has
@@ -202,6 +210,13 @@ class RepoCache:
                 temporary.symlink_to(target)
             except OSError:
                 shutil.copyfile(self.blobs / digest, temporary)
+
+
+def behind(commit: str, refs: Mapping[str, str]) -> str:
+    """Return what a name of the hub's needs to lead to this commit: "" or "@v1". refs: of its repository."""
+    if refs.get("main", commit) == commit:
+        return ""
+    return f"@{next((ref for ref, target in refs.items() if target == commit), commit)}"
 
 
 def shard_names(index: Path) -> list[str]:

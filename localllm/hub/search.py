@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 
 from localllm.errors import Fix
 from localllm.gguf.architectures import ARCHITECTURES
+from localllm.hub.adapter_files import base_in_tags
 from localllm.hub.http import HubClient
 from localllm.hub.settings import HubSettings
 from localllm.registry import FAMILIES, REPO_ID
@@ -25,6 +26,7 @@ class FoundModel:
     parameters: billions.
     downloads: of the last 30 days.
     why_not: why it does not run here; "" where it does as far as can be told.
+    adapter_of: the model that it changes; "" where it is no adapter.
     """
 
     repo: str
@@ -35,6 +37,7 @@ class FoundModel:
     gated: bool
     downloads: int
     why_not: str
+    adapter_of: str
 
 
 def search_hub(words: str, hub: HubSettings, report: Callable[[str], None]) -> list[FoundModel]:
@@ -73,12 +76,13 @@ def _read(repo: str, item: Mapping[str, Any]) -> FoundModel:
         bool(item.get("gated")),
         downloads if isinstance(downloads, int) else 0,
         _why_not(architecture, tags, is_gguf=is_gguf, has_safetensors=bool(_object(item, "safetensors"))),
+        base_in_tags(tags),
     )
 
 
 def _why_not(architecture: str, tags: list[str], *, is_gguf: bool, has_safetensors: bool) -> str:
-    if any(tag.startswith("base_model:adapter:") for tag in tags):
-        return "an adapter"
+    if base_in_tags(tags):
+        return "" if is_gguf or "safetensors" in tags else "no safetensors"
     if is_gguf:
         return f"{architecture} is not supported" if architecture and architecture not in ARCHITECTURES else ""
     if not architecture:

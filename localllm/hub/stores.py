@@ -23,7 +23,7 @@ from pathlib import Path
 
 from localllm.config import format_bytes
 from localllm.errors import CheckpointError, Fix, LocalLLMError, ModelNotFoundError, UnsupportedModelError
-from localllm.hub.gguf_files import is_gguf
+from localllm.hub.gguf_files import is_gguf_model
 from localllm.hub.names import LLAMA_CPP, LM_STUDIO, OLLAMA, STORES, refusal, whole_path
 from localllm.hub.quants import GgufChoice, ambiguous, is_gguf_name, models_among, named, pick
 from localllm.hub.repo_cache import RepoCache, below, read_json
@@ -239,11 +239,11 @@ def _hub_files(root: Path, entries: Iterable[Path]) -> Iterator[tuple[str, dict[
             cache = RepoCache(root, repo)
             commit = cache.commit_of("main") or next(iter(cache.commits()), "")
             files = {name: cache.snapshot(commit) / name for name in cache.gguf_files(commit)} if commit else {}
-            yield repo, {name: path for name, path in files.items() if is_gguf(path)}
+            yield repo, {name: path for name, path in files.items() if is_gguf_model(path)}
 
 
 def _gguf_files(paths: Iterable[Path]) -> Iterator[Path]:
-    return (path for path in islice(paths, _MOST_ENTRIES) if is_gguf_name(path.name) and is_gguf(path))
+    return (path for path in islice(paths, _MOST_ENTRIES) if is_gguf_name(path.name) and is_gguf_model(path))
 
 
 # Ollama
@@ -328,7 +328,7 @@ def _ollama_model(manifest: _Manifest) -> StoreModel:
                 found.setdefault(kind.removeprefix(_LAYER), []).append(digest)
     name = f"{OLLAMA}:{manifest.name}"
     if "adapter" in found:
-        why = "an adapter lies beside its weights, and adapters are not read"
+        why = "an adapter lies beside its weights, and Ollama's adapters are not read"
         raise UnsupportedModelError(f"{name} cannot run here", why=why, fix="run the model that it was made from")
     if len(found.get("model", ())) != 1:
         why = f"it has {len(found.get('model', ()))} GGUF files; one is needed"
@@ -337,7 +337,7 @@ def _ollama_model(manifest: _Manifest) -> StoreModel:
     if known is None:
         raise CheckpointError(f"{manifest.path} is broken", why="it names a file that can be none", fix=again)
     blobs = [manifest.root / "blobs" / f"sha256{sign}{known[1]}" for sign in "-:"]
-    blob = next((path for path in blobs if is_gguf(path)), None)
+    blob = next((path for path in blobs if is_gguf_model(path)), None)
     if blob is None:
         raise CheckpointError(f"{name} is not whole", why=f"{blobs[0]} is no GGUF file that can be read", fix=again)
     return StoreModel(name, OLLAMA, whole_path(blob), blob.stat().st_size)

@@ -31,8 +31,8 @@ class Activations:
         padded = rows + MOST_ROWS  # the last block may not be full
         groups = -(-features // smallest_group)
         self.q = torch.zeros(padded * features, dtype=torch.int8)
-        self._groups = {name: torch.zeros(padded * groups) for name in ("x_scale", "x_bias")}
-        self._groups["x_offset"] = torch.zeros(padded * groups, dtype=torch.int32)
+        self.groups = {name: torch.zeros(padded * groups) for name in ("x_scale", "x_bias")}
+        self.groups["x_offset"] = torch.zeros(padded * groups, dtype=torch.int32)
         self.shape = torch.zeros(3, dtype=torch.int64)  # rows, rows a block, blocks
         self.rows = self.block_rows = 0
 
@@ -45,7 +45,7 @@ class Activations:
 
     def quantize(self, kernel: Native, x: Tensor, group: int, features: int, **rest: Tensor | int) -> Step:
         """See `cpu_quantize`; rest: weight, stride, eps where they matter."""
-        words = {"weight": 0, "stride": features, "eps": 0, "groups": features // group} | rest | self._groups
+        words = {"weight": 0, "stride": features, "eps": 0, "groups": features // group} | rest | self.groups
         return kernel.step(x=x, q=self.q, shape=self.shape, **words)
 
     def multiply(self, kernel: Native, matrix: PackedMatrix, y: Tensor, features: int, bias: Tensor | None) -> Step:
@@ -61,7 +61,7 @@ class Activations:
             tiles=matrix.tiles,
             groups=matrix.in_features // matrix.group,
             features=features,
-            **self._groups,
+            **self.groups,
         )
 
 

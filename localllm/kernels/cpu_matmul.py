@@ -107,21 +107,24 @@ class Units:
 @dataclass(frozen=True)
 class Group:
     """A group of `size` columns, `number` in its row; of x, in a block of `block_rows` rows, `x_at` rows of groups come
-    before."""
+    before. first_row: of the block, from which on rows are counted; None: the block's first."""
 
     size: int
     block_rows: int
     number: Value
     x_at: Value
+    first_row: Value | None = None
 
     def x(self, octet: Value, row: int, half: int) -> Value:
         """Four columns of a row of x, half an octet, in every lane."""
         x: Value = self.number.kernel.arg.x.at(self.x_at * self.size)
+        x = x if self.first_row is None else x.at(self.first_row * 8)
         return x.at(octet * (8 * self.block_rows)).at(8 * row + 4 * half).load(I32).splat()
 
     def of_row(self, words: Value, row: int) -> Value:
         """Where a row's x_scale, x_bias or x_offset is."""
-        return words.at(self.x_at * 4).at(4 * row)
+        first = self.x_at if self.first_row is None else self.x_at + self.first_row
+        return words.at(first * 4).at(4 * row)
 
 
 @dataclass(frozen=True)

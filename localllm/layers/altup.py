@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch, moved
 from localllm.layers.linear import Linear
 from localllm.layers.norm import Norm
@@ -32,10 +33,14 @@ class StateMixer:
     norm: Norm
     coefficients: Linear
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.router, self.coefficients
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> fp32 [T, n] or [T, n * n]."""
-        routed = self.router(self.norm(x).float() / x.shape[1])
-        return self.coefficients(torch.tanh(routed))
+        routed = adapted(self.router, self.norm(x).float() / x.shape[1], batch)
+        return adapted(self.coefficients, torch.tanh(routed), batch)
 
 
 @dataclass(eq=False)
@@ -49,19 +54,25 @@ class AltUpStart:
     laurel: tuple[Linear, Linear, Norm]
     projections: Sequence[Linear] = ()
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.mixer.linears, *self.laurel[:2], *self.projections
+
     def __call__(self, x: Tensor, batch: Batch, norm_in: Norm, body: Body) -> Tensor:
         """x [T, hidden] -> [T, hidden]. body: with the norm behind it."""
         if self.projections:
-            states = torch.stack([x, *(_as_long_as(x, each(x)) for each in self.projections)], dim=1)
+            states = torch.stack([x, *(_as_long_as(x, adapted(each, x, batch)) for each in self.projections)], dim=1)
         else:
             states = moved(batch.carried[STATES], x.device)
         count = states.shape[1]
-        shares = self.mixer(x).view(-1, count, count).to(x.dtype)
+        shares = self.mixer(x, batch).view(-1, count, count).to(x.dtype)
         batch.carried[STATES] = states = states + shares @ states
         active = states[:, 0]
         normed = norm_in(active)
         left, right, norm = self.laurel
-        return (active + body(normed) + normed + norm(right(left(normed)))) * math.sqrt(0.5)
+        return (active + body(normed) + normed + norm(adapted(right, adapted(left, normed, batch), batch))) * math.sqrt(
+            0.5
+        )
 
 
 @dataclass(eq=False)
@@ -78,10 +89,14 @@ class AltUpEnd:
     scale: Tensor | None = None
     projections: Sequence[Linear] = ()
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.mixer.linears, *self.gate.linears, *self.projections
+
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden]: behind the feed-forward -> [T, hidden]."""
         states = moved(batch.carried[STATES], x.device)
-        shares = (self.mixer(x) + 1.0).to(x.dtype)
+        shares = (self.mixer(x, batch) + 1.0).to(x.dtype)
         states = states + (x - states[:, 0]).unsqueeze(1) * shares.unsqueeze(2)
         first = states[:, 0]
         scaled = first if self.scale is None else (first.float() * self.scale).to(x.dtype)
@@ -89,7 +104,9 @@ class AltUpEnd:
         batch.carried[STATES] = states
         if not self.projections:
             return first
-        others = [_as_long_as(first, each(states[:, i])) for i, each in enumerate(self.projections, start=1)]
+        others = [
+            _as_long_as(first, adapted(each, states[:, i], batch)) for i, each in enumerate(self.projections, start=1)
+        ]
         return torch.stack([first, *others]).mean(0)
 
 

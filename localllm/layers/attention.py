@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.paged_attention import paged_attention, write
+from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
 from localllm.layers.config import AttentionConfig
 from localllm.layers.linear import Linear
@@ -49,7 +50,7 @@ class Attention:
         """x [T, hidden] -> [T, hidden]."""
         config, T = self.config, len(batch)
         H, KH, D = config.num_heads, config.key_heads, config.head_dim
-        projected = self.qkv_proj(x)
+        projected = adapted(self.qkv_proj, x, batch)
         gate, qkv = projected[:, : config.gate_features], projected[:, config.gate_features :].view(T, -1, D)
         qk, v = qkv[:, : H + KH], qkv[:, H:] if config.value_from_key else qkv[:, H + KH :]
         if config.norms_values:
@@ -63,7 +64,8 @@ class Attention:
             q = qk[:, :H] * query_growth(config.growth, batch.positions).view(T, 1, 1)
             qk = torch.cat((q.to(qk.dtype), qk[:, H:]), dim=1)
         mixed = self._mixed(qk, v, batch).reshape(T, H * D)
-        return self.o_proj(mixed * gate.sigmoid() if config.has_output_gate else mixed)
+        mixed = mixed * gate.sigmoid() if config.has_output_gate else mixed
+        return adapted(self.o_proj, mixed, batch)
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; keys and values, if there are any, go to their

@@ -46,6 +46,11 @@ class Batch:
         return self.token_ids.shape[0]
 
     @cached_property
+    def adapted_segments(self) -> tuple[Segment, ...]:
+        """The segments that are computed with adapters."""
+        return tuple(segment for segment in self.segments if segment.kv.adapters)
+
+    @cached_property
     def rotations(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """cos, sin [T, 1, rotary_dim] of each of the RoPEs, for all layers: a kernel of a GPU makes its own."""
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)

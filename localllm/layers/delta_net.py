@@ -9,6 +9,7 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gated_norm, mix
+from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
@@ -42,14 +43,16 @@ class DeltaNet:
         shape = self.config.shape
         # The gates in fp64: sums of fp32 depend in their last digits on how many rows there are.
         gates = reference.linear(x.double(), self.gates_proj.tensors["weight"]).float()
-        wide = self.in_proj(x)
+        add_adapters(self.gates_proj.name, x.float(), gates, batch)
+        wide = adapted(self.in_proj, x, batch)
         if is_native(shape, x):
             mixed = native_delta(batch.segments, self.layer, self.weights, wide.float().contiguous(), gates)
-            return self.out_proj(mixed.to(x.dtype))
+            return adapted(self.out_proj, mixed.to(x.dtype), batch)
         z = wide[:, shape.channels :].reshape(len(x), shape.value_heads, shape.value_dim)
         raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=-1)
         mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])
-        return self.out_proj(gated_norm(mixed, z, self.weights).flatten(1).to(x.dtype))
+        mixed = gated_norm(mixed, z, self.weights).flatten(1).to(x.dtype)
+        return adapted(self.out_proj, mixed, batch)
 
     def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
         store = segment.kv.state

@@ -16,13 +16,17 @@ from localllm.quant.weight_format import WeightFormat
 
 @dataclass(eq=False)
 class Linear:
-    """y = x @ W.T + b. The loader fills `tensors`; a streamer may re-point them at any time between two forwards."""
+    """y = x @ W.T + b. The loader fills `tensors`; a streamer may re-point them at any time between two forwards.
+
+    name: of the layer in its model, "layers.0.attention.qkv_proj", by which adapters change it.
+    """
 
     format: WeightFormat
     tensors: dict[str, Tensor]
     out_features: int
     in_features: int
     bias: Tensor | None = None
+    name: str = ""
 
     @property
     def device(self) -> torch.device:

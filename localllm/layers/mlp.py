@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.reference import ACTIVATIONS
+from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch, moved
 from localllm.layers.config import MLPConfig
 from localllm.layers.linear import Linear
@@ -33,11 +34,15 @@ class MLP:
     def device(self) -> torch.device:
         return self.gate_up_proj.device
 
-    def __call__(self, x: Tensor, _batch: Batch) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; the rows do not see each other, so the batch does not matter."""
-        wide = self.gate_up_proj(x)
+    def __call__(self, x: Tensor, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. rows: of the batch, ascending, where x is not all of it."""
+        wide = adapted(self.gate_up_proj, x, batch, rows)
+        return adapted(self.down_proj, self.between(wide), batch, rows)
+
+    def between(self, wide: Tensor) -> Tensor:
+        """Return what the last matrix is given, of what the first one has made; that may be written over."""
         if not self.config.has_gate:
-            return self.down_proj(self._activated(wide))
+            return self._activated(wide)
         gate, up = wide.chunk(2, dim=-1)  # [T, intermediate] each
         if self.config.sparsity:
             gate = _sparse(gate, self.config.sparsity)
@@ -46,7 +51,7 @@ class MLP:
             gate, up = gate.clamp_(max=self.config.limit), up.clamp_(-self.config.limit, self.config.limit)
         if self.config.up_offset:
             up.add_(self.config.up_offset)
-        return self.down_proj(self._activated(gate).mul_(up))
+        return self._activated(gate).mul_(up)
 
     def _activated(self, x: Tensor) -> Tensor:
         if self.coefficients is None:
@@ -88,5 +93,21 @@ class SplitMLP:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        if batch.adapted_segments:
+            return self._adapted(x, batch)
         taken = moved(x, self.there.device)  # before `here` is begun: its end would be waited for
         return self.here(x, batch) + moved(self.there(taken, batch), x.device)
+
+    def _adapted(self, x: Tensor, batch: Batch) -> Tensor:
+        """Adapters are of the whole: what they make is cut as the features are."""
+        here, there = self.here, self.there
+        features, rest = here.down_proj.in_features, there.down_proj.in_features
+        wide, beside = here.gate_up_proj(x), there.gate_up_proj(moved(x, there.device))
+        change = x.new_zeros(len(x), here.gate_up_proj.out_features + there.gate_up_proj.out_features)
+        add_adapters(here.gate_up_proj.name, x, change, batch)
+        own, others = torch.split(change.view(len(x), -1, features + rest), [features, rest], dim=-1)
+        inside = here.between(wide + own.flatten(1))
+        outside = there.between(beside + moved(others.flatten(1), there.device))
+        y = here.down_proj(inside) + moved(there.down_proj(outside), x.device)
+        add_adapters(here.down_proj.name, torch.cat((inside, moved(outside, x.device)), dim=-1), y, batch)
+        return y

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import reference
+from localllm.layers.adapted import add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.config import MoEConfig
 from localllm.layers.linear import Linear
@@ -70,7 +71,7 @@ class MoE:
         wide, router, norms = x.float(), self.config.router, self.norms
         # In fp64: sums and exponentials of fp32 depend in their last digits on how many rows there are, and with those
         # the choice of experts.
-        logits = _product(wide if norms is None else norms.router(wide), self.router)
+        logits = _product(wide if norms is None else norms.router(wide), self.router, batch)
         chosen, shares = reference.route(logits, self.correction, router)  # [T, top_k] each
         weights = shares.float() if self.expert_scales is None else shares.float() * self.expert_scales[chosen]
         inward = x if norms is None else norms.experts_in(x)
@@ -78,18 +79,22 @@ class MoE:
         with closing(self.experts.held(torch.unique(chosen).tolist())) as groups:
             for expert, mlp in itertools.chain.from_iterable(groups):
                 rows, slots = (chosen == expert).nonzero(as_tuple=True)
-                parts[rows, slots] = mlp(inward[rows], batch).float()
+                parts[rows, slots] = mlp(inward[rows], batch, rows).float()
         total = torch.zeros_like(wide)
         for slot in range(router.top_k):  # one after the other: in this order whatever came first
             total += parts[:, slot] * weights[:, slot, None]
         if norms is not None and self.shared is not None:
             return norms.experts_out(total.to(x.dtype)) + norms.shared_out(self.shared(norms.shared_in(x), batch))
         if self.shared is not None:
-            share = 1.0 if self.shared_gate is None else _product(wide, self.shared_gate).sigmoid().float()  # [T, 1]
+            share = (
+                1.0 if self.shared_gate is None else _product(wide, self.shared_gate, batch).sigmoid().float()
+            )  # [T, 1]
             total += self.shared(x, batch).float() * share
         return total.to(x.dtype)
 
 
-def _product(x: Tensor, linear: Linear) -> Tensor:
+def _product(x: Tensor, linear: Linear, batch: Batch) -> Tensor:
     """x [T, K] -> fp64 [T, N]."""
-    return reference.linear(x.double(), linear.tensors["weight"], linear.bias)
+    y = reference.linear(x.double(), linear.tensors["weight"], linear.bias)
+    add_adapters(linear.name, x, y, batch)
+    return y

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from localllm.kernels.reference import ACTIVATIONS
+from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch, moved
 from localllm.layers.linear import Linear
 from localllm.layers.norm import Norm, RMSNorm
@@ -30,7 +31,7 @@ class PerLayerInputs:
         """x [T, hidden]: the embedded tokens. The batch carries their rows, [T, layers * features], and afterwards the
         inputs, [T, layers, features]."""
         rows = moved(batch.carried[ROWS], x.device).view(len(x), -1, len(self.norm.weight))
-        projected = self.norm(self.projection(x).view(rows.shape))
+        projected = self.norm(adapted(self.projection, x, batch).view(rows.shape))
         batch.carried[INPUTS] = (projected + rows) * _HALF_POWER
 
 
@@ -51,7 +52,8 @@ class PerLayerGate:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         inputs = moved(self.inputs(batch), x.device)
-        return self.norm(self.back(ACTIVATIONS[self.activation](self.gate(x)) * inputs))
+        gated = ACTIVATIONS[self.activation](adapted(self.gate, x, batch)) * inputs
+        return self.norm(adapted(self.back, gated, batch))
 
     def inputs(self, batch: Batch) -> Tensor:
         """Return the layer's, [T, features]; the looked-up rows alone where a draft leaves the first block out."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.sizes import DeltaShape
+from localllm.layers.low_rank import AppliedAdapter
 
 
 class StateBytes(Protocol):
@@ -55,6 +56,10 @@ class KVStore(Protocol):
     @property
     def is_on_host(self) -> bool:
         """Return whether all pages are on the host."""
+
+    @property
+    def adapters(self) -> Sequence[AppliedAdapter]:
+        """The adapters that all of it is computed with, in their order."""
 
     @property
     def state(self) -> StateStore | None:

@@ -81,6 +81,8 @@ class ModelConfig:
     residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
     embedding_scale: rounded to the weights' dtype before it multiplies.
     logit_scale: multiplies the logits, before final_softcap bounds them.
+    published: what the family's checkpoints in Hugging Face's form do, where these weights are in another; None: they
+        are `stored` so.
     dtype: what the file says that its weights are; the tensors' own headers decide.
     draft_head: the layer that drafts for this model (multi-token prediction, arXiv:2412.19437), as a model of its own.
     reads_states: it is such a layer: it reads the hidden states of the model that it drafts for, whose embedding and
@@ -110,6 +112,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredForm = StoredForm()
+    published: StoredForm | None = None
     dtype: StoredDtype | None = None
     draft_head: ModelConfig | None = None
     reads_states: bool = False

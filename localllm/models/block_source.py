@@ -234,7 +234,7 @@ class CheckpointBlocks:
         all of it at once."""
         from localllm.quant.coded import joined, pack_codes
 
-        columns, order = matrix.in_features, _row_order(matrix, stored)
+        columns, order = matrix.in_features, row_order(matrix, stored)
         specs = form.specs(matrix.out_features, columns)
         tensors = {name: allocate(spec.shape, spec.torch_dtype, matrix.name) for name, spec in specs.items()}
         if any(rows % TILE for rows in [*stored.values()][:-1]):
@@ -404,11 +404,11 @@ def _as_computed(stored: Tensor, matrix: Matrix, names: Collection[str]) -> Tens
     tensors that store it."""
     if matrix.scale != 1.0:
         stored.mul_(matrix.scale)
-    order = _row_order(matrix, names)
+    order = row_order(matrix, names)
     return stored if order is None else stored[order]
 
 
-def _row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
+def row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
     """Return the stored rows in the order in which they are computed with; None where that is theirs."""
     pairs, groups = matrix.interleaved, matrix.grouped
     if groups is not None and groups.rows and not (groups.of_fused and len(names) > 1):

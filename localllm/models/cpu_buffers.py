@@ -10,12 +10,14 @@ from localllm.kernels import cpu_rope
 from localllm.kernels.cpu_delta import DeltaRoom, DeltaSegment
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
+from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import KVShape
+from localllm.kernels.sizes import TILE, KVShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.config import AttentionConfig
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.native_delta import delta_segments
@@ -99,6 +101,7 @@ class Buffers:
         self.delta_shape = config.delta_shape
         self.delta = None if self.delta_shape is None else DeltaRoom(self.delta_shape, rows, _SEGMENTS)
         self.gates = torch.zeros(padded, 0 if self.delta_shape is None else 2 * self.delta_shape.value_heads)
+        self.low_rank = LowRankRoom(isa, native_sites(decoder))
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
     @property
@@ -119,6 +122,7 @@ class Buffers:
             own[: len(words)] = torch.tensor(words)
         if self.delta is not None:
             self.delta = self._placed_states(self.delta, delta_segments(batch.segments))
+        self.low_rank.place([_adapted_rows(segment) for segment in batch.adapted_segments])
         self.batch = batch
 
     def take_per_layer(self, batch: Batch) -> None:
@@ -136,6 +140,24 @@ class Buffers:
 
 def head_shape(config: AttentionConfig) -> HeadShape:
     return config.num_heads, config.kv_shape
+
+
+def native_sites(decoder: Decoder) -> tuple[str, ...]:
+    """Return the layers to whose outputs native steps add what adapters make."""
+    bodies = [block.body for block in decoder.blocks]
+    linears = [linear for body in bodies for linear in body.linears]
+    linears += [body.gates_proj for body in bodies if isinstance(body, DeltaNet) and has_native_gates(body)]
+    return tuple(linear.name for linear in linears)
+
+
+def has_native_gates(body: DeltaNet) -> bool:
+    """Return whether the two gates of the states fill tiles, of which adapters add whole ones."""
+    return body.gates_proj.out_features % TILE == 0
+
+
+def _adapted_rows(segment: Segment) -> AdaptedRows:
+    adapters = [(each.adapter.records, each.scale) for each in segment.kv.adapters]
+    return AdaptedRows(segment.begin, segment.end - segment.begin, adapters)
 
 
 def mixtures_of(decoder: Decoder) -> list[tuple[Block, MoE]]:

@@ -24,6 +24,7 @@ from localllm.kernels.cpu_linear import Step
 from localllm.kernels.cpu_paged import AttentionRoom, Layouts
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
+from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.batch import Batch
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
@@ -37,8 +38,12 @@ from localllm.models.expert_records import PooledExperts
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import dense_name
 
+_ADAPTED_TAPES = 32  # that are kept: one for each set of layers that adapters change, and number of rows
+
 _AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
-_TapeKey = tuple[int, tuple[_AttendingKey, ...], ExpertRoom | None, DeltaRoom | None, tuple[AttentionRoom, ...]]
+_TapeKey = tuple[
+    int, frozenset[str], tuple[_AttendingKey, ...], ExpertRoom | None, DeltaRoom | None, tuple[AttentionRoom, ...]
+]
 
 
 class CpuProgram:
@@ -103,7 +108,8 @@ class CpuProgram:
                         on_block(block, x)
         if on_states is not None:
             on_states(torch.cat(states))
-        return self._head(room, torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)]))
+        wanted = torch.cat([x[batch.logit_rows] for batch, x in zip(batches, states, strict=True)])
+        return self._head(room, wanted, batches)
 
     def _in_one_call(self, room: Buffers, batch: Batch, on_states: Callable[[Tensor], None] | None) -> Tensor:
         T, R = len(batch), len(batch.logit_rows)
@@ -113,26 +119,35 @@ class CpuProgram:
             whole.tape.run(first, whole.starts[-1])
             if on_states is not None:
                 on_states(room.x[:T])  # before the head takes their room
-            return self._head(room, room.x[batch.logit_rows])
+            return self._head(room, room.x[batch.logit_rows], [batch])
         logits = self._new_logits(T, room.activations.block_rows)
         words, y = whole.head
         words[y] = logits.data_ptr()
         whole.tape.run(first)
         if on_states is not None:
             on_states(room.x[:T])
-        return self._trimmed(logits, T)
+        return self._finished(logits, room.x[:T], [batch])
 
     def _begun(self, room: Buffers, batch: Batch, whole: _WholeTape) -> int:
         """Embed a batch as far as the tape does not; return the first step to run."""
         first = self.decoder.blocks[0] if self.decoder.blocks else None
-        if not whole.starts[0]:
-            room.x[: len(batch)] = self.decoder.embed(batch.token_ids)
-        if self.decoder.per_layer_rows is None or first is None:
+        if not batch.adapted_segments and whole.starts[0] and (self.decoder.per_layer_rows is None or first is None):
             return 0
-        whole.tape.run(0, whole.starts[0])
+        self._embed(room, batch, whole)
+        if self.decoder.per_layer_rows is None or first is None:
+            return whole.starts[0]
         self.decoder.look_up_per_layer(batch)
         self._prepare_layers(room, batch, first)
         return whole.starts[0]
+
+    def _embed(self, room: Buffers, batch: Batch, whole: _WholeTape) -> None:
+        """Fill the room with the embeddings of a batch."""
+        x = room.x[: len(batch)]
+        if whole.starts[0]:
+            whole.tape.run(0, whole.starts[0])
+        else:
+            x.copy_(self.decoder.embed(batch.token_ids))
+        add_to_embedding(self.decoder.embed, batch, x)
 
     def _prepare_layers(self, room: Buffers, batch: Batch, first: Block) -> None:
         """Make what the gates of all layers read, from what comes into the first block."""
@@ -148,11 +163,7 @@ class CpuProgram:
         with self.decoder.stream.held(EMBED):
             for batch in batches:
                 x = room.x[: len(batch)]
-                embed_steps = self._placed(room, batch).starts[0]
-                if embed_steps:
-                    self._placed(room, batch).tape.run(0, embed_steps)
-                else:
-                    x.copy_(self.decoder.embed(batch.token_ids))
+                self._embed(room, batch, self._placed(room, batch))
                 self.decoder.look_up_per_layer(batch)
                 states.append(x if len(batches) == 1 else x.clone())
         return states
@@ -202,12 +213,13 @@ class CpuProgram:
             room.place(batch)
         return self._tape(room)
 
-    def _head(self, room: Buffers, x: Tensor) -> Tensor:
-        """fp32 [R, V] of hidden states [R, hidden]."""
+    def _head(self, room: Buffers, x: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """fp32 [R, V] of hidden states [R, hidden] of the batches' `logit_rows`."""
         with self.decoder.stream.held(HEAD):
             if packed_matrix(self.decoder.head) is None:
-                return self.decoder.logits(x)
-            return torch.cat([self._packed_head(room, part) for part in torch.split(x, room.rows)])
+                return self.decoder.logits(x, batches)
+            logits = torch.cat([self._packed_head(room, part) for part in torch.split(x, room.rows)])
+            return self._finished(logits, x, batches)
 
     def _packed_head(self, room: Buffers, x: Tensor) -> Tensor:
         R = len(x)
@@ -216,14 +228,17 @@ class CpuProgram:
         block_rows = room.activations.resize(R, self.isa)
         logits = self._new_logits(R, block_rows)
         Tape(list(Recorder(self.decoder, self.isa, room, block_rows).head(logits))).run()
-        return self._trimmed(logits, R)
+        return logits[:R]
 
     def _new_logits(self, rows: int, block_rows: int) -> Tensor:
         """Return room for whole blocks of rows and whole tiles of the vocabulary."""
         return torch.empty(rows + block_rows, -(-self.decoder.head.out_features // TILE) * TILE)
 
-    def _trimmed(self, logits: Tensor, rows: int) -> Tensor:
-        own = logits[:rows, : self.decoder.head.out_features]
+    def _finished(self, logits: Tensor, x: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """Return logits as the adapters and the family have them, of hidden states x [R, hidden]; those that were
+        computed may have more rows and columns."""
+        own = logits[: len(x), : self.decoder.head.out_features]
+        add_to_logits(batches, x, self.decoder.final_norm, own)
         return self.decoder.capped(own)
 
     def _tape(self, room: Buffers) -> _WholeTape:
@@ -231,8 +246,10 @@ class CpuProgram:
         experts = None if room.experts is None else room.experts.room(room.activations.rows)
         rows = room.activations.block_rows
         attending = tuple(each.key for each in room.attending.values())
-        key = (rows, attending, experts, room.delta, room.rooms)
+        key = (rows, room.low_rank.changed, attending, experts, room.delta, room.rooms)
         if key not in self._tapes:
+            if room.low_rank.changed and sum(bool(kept[1]) for kept in self._tapes) >= _ADAPTED_TAPES:
+                self._tapes = {kept: tape for kept, tape in self._tapes.items() if not kept[1]}
             self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-2:] == key[-2:]}
             recorder = Recorder(self.decoder, self.isa, room, rows, experts)
             steps: list[Step] = [*recorder.embed()]

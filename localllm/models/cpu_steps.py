@@ -102,9 +102,9 @@ class Recorder:
         norm_out, gate = as_rms(block.norm_out), block.per_layer_gate
         if norm_out is None:
             assert block.scalar is None, "no family has one without the other"
-            yield self.multiply(last, self.room.x, adds=True)
+            yield from self.multiply(last, self.room.x, adds=True)
         else:
-            yield self.multiply(last, self.room.y, adds=False)
+            yield from self.multiply(last, self.room.y, adds=False)
             yield self._add_norm(norm_out, block.scalar if gate is None else None)
         if gate is not None:
             yield from self._per_layer(gate, block.scalar)
@@ -118,7 +118,7 @@ class Recorder:
         yield room.activations.multiply(kernel, gate, own, stride, None)
         kernel = cpu_quantize.quantize(self.isa, back.group, "gated", Glu(body.activation))
         yield room.activations.quantize(kernel, own, back.group, back.in_features, stride=stride)
-        yield self.multiply(body.back, room.y, adds=False)
+        yield from self.multiply(body.back, room.y, adds=False)
         norm = as_rms(body.norm)
         assert norm is not None, "`supports` said so"
         yield self._add_norm(norm, scalar)
@@ -144,7 +144,7 @@ class Recorder:
         if shared is not None:
             yield from self.wide(shared.gate_up_proj, as_rms(block.norm_in))
             yield self._gate(shared)
-            yield self.multiply(shared.down_proj, room.y, adds=False)
+            yield from self.multiply(shared.down_proj, room.y, adds=False)
         rows = None if shared is None else room.y
         yield from self.experts.steps(room.mixtures[block.name], room.x, room.x, adds=True, shared=rows)
 
@@ -155,7 +155,7 @@ class Recorder:
         hidden, mixed = self.decoder.config.hidden_size, room.wide
         yield from self.wide(shared.gate_up_proj, norms.shared_in)
         yield self._gate(shared)
-        yield self.multiply(shared.down_proj, room.y, adds=False)
+        yield from self.multiply(shared.down_proj, room.y, adds=False)
         yield self._norm(norms.shared_out, room.y, room.y, hidden, hidden, adds=False)
         yield from self.experts.steps(room.mixtures[block.name], room.x, mixed, adds=False)
         yield self._norm(norms.experts_out, mixed, room.y, hidden, hidden, adds=True)
@@ -194,6 +194,7 @@ class Recorder:
             bias = None if linear.bias is None else linear.bias[first : first + rows].float()
             yield room.activations.multiply(kernel, part, room.wide[first:], linear.out_features, bias)
             first += rows
+        yield from self._adapters(linear, group, room.wide)
 
     def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
         return self.quantize_for(_required(linear), x, norm)
@@ -203,11 +204,19 @@ class Recorder:
         rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
         return self.room.activations.quantize(kernel, x, matrix.group, matrix.in_features, **rest)
 
-    def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Step:
+    def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Iterator[Step]:
         packed, has_bias = _required(linear), linear.bias is not None
         kernel = cpu_matmul.matmul(self.isa, packed.weights, self.block_rows, adds=adds, has_bias=has_bias)
         bias = None if linear.bias is None else linear.bias.float()
-        return self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
+        yield self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
+        yield from self._adapters(linear, packed.group, y)
+
+    def _adapters(self, linear: Linear, group: int, y: Tensor) -> list[Step]:
+        """Add to a layer's output y what adapters make of its input, which is there in INT8, in groups of `group`."""
+        room, columns = self.room, linear.in_features
+        return room.low_rank.steps(
+            linear.name, room.activations, self.block_rows, group, columns, y, linear.out_features
+        )
 
     def _attention(self, body: Attention) -> Iterator[Step]:
         room, config = self.room, body.config
@@ -273,6 +282,7 @@ class Recorder:
             outputs=gates.out_features,
             eps=float_bits(0.0 if norm is None else norm.eps),
         )
+        yield from self._adapters(gates, packed_parts(body.in_proj)[-1].group, room.gates)
         yield from room.delta.steps(
             self.isa,
             body.weights,

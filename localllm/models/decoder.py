@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.altup import AltUpEnd, AltUpStart
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
@@ -162,7 +163,9 @@ class Decoder:
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device. What tokens have for each layer is looked up, too."""
         self.look_up_per_layer(batch)
-        return self.embed(moved(batch.token_ids, self.embed.device))
+        x = self.embed(moved(batch.token_ids, self.embed.device))
+        add_to_embedding(self.embed, batch, x)
+        return x
 
     def look_up_per_layer(self, batch: Batch) -> None:
         """Have the batch carry the embeddings of its tokens for each layer, if there are any."""
@@ -172,9 +175,11 @@ class Decoder:
             known = torch.where(ids < self.config.per_layer.vocab_size, ids, 0)
             batch.carried[ROWS] = self.per_layer_rows(known)
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """hidden_states [R, hidden] -> fp32 [R, V] on the head's device."""
-        return self.capped(self.head(self.final_norm(hidden_states.to(self.head.device))).float())
+    def logits(self, hidden_states: Tensor, batches: Sequence[Batch]) -> Tensor:
+        """hidden_states [R, hidden] -> fp32 [R, V] on the head's device. batches: whose `logit_rows` they are."""
+        logits = self.head(self.final_norm(hidden_states.to(self.head.device))).float()
+        add_to_logits(batches, hidden_states, self.final_norm, logits)
+        return self.capped(logits)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits as the family scales and bounds them."""
@@ -215,7 +220,7 @@ class Decoder:
             on_states(torch.cat(states))
         wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
-            return self.logits(wanted)
+            return self.logits(wanted, batches)
 
 
 def without(decoder: Decoder, names: frozenset[str]) -> Decoder:

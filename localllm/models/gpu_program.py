@@ -326,7 +326,7 @@ class GpuProgram:
         """x fp32 [R, hidden] -> fp32 [R, V]."""
         decoder = self.decoder
         if decoder.head.device != self.device or isinstance(decoder.final_norm, LayerNorm):
-            return moved(decoder.logits(x.to(decoder.dtype)), self.device)
+            return moved(decoder.logits(x.to(decoder.dtype), ()), self.device)
         return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float())
 
     def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:

@@ -159,7 +159,7 @@ class _Loaded:
 
     def linear(self, name: str) -> Linear:
         matrix = next(matrix for matrix in self.block.layout.matrices if matrix.name == name)
-        return new_linear(matrix, self.block.tensors, self.parts.recipe, self.parts.dtype)
+        return new_linear(matrix, self.block.tensors, self.parts.recipe, self.parts.dtype, self.block.layout.name)
 
     def norm(self, name: str) -> Norm:
         tensors, config = self.block.tensors, self.parts.config
@@ -215,7 +215,7 @@ class _Loaded:
         return MoE(
             config=config,
             router=self.linear("router"),
-            experts=self._experts(RecordForm.of(layout.experts, self.parts.recipe, self.parts.dtype)),
+            experts=self._experts(RecordForm.of(layout, self.parts.recipe, self.parts.dtype)),
             correction=tensors.get("correction"),
             shared=shared,
             shared_gate=self.linear("shared_gate") if config.gates_shared else None,

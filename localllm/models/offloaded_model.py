@@ -132,7 +132,7 @@ class OffloadedModel:
         (matrix,) = layout.matrices
         if head.tier != "disk":
             views = self._packed.views(layout, self._runs[HEAD])
-            return new_linear(matrix, views, self._parts.recipe, self._parts.dtype)
+            return new_linear(matrix, views, self._parts.recipe, self._parts.dtype, HEAD)
         if self._head_rows is None:
             self._head_rows = self._packed.disk_embedding(layout)
         return self._head_rows

@@ -22,7 +22,7 @@ def fetch(name: str, resolved: ResolvedSettings, progress: Progress) -> ModelFil
         return hub.pull(name, offline=resolved.settings.offline, progress=progress)
     except ModelNotFoundError as error:
         if is_model(name):
-            error.fix = _online_again(resolved, name) or error.fix
+            error.fix = _online_again(resolved, name) or error.fixes
         raise
 
 

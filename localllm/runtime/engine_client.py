@@ -112,7 +112,7 @@ class RemoteEngine:
     def check(self, request: Request) -> None:
         """Raises ContextOverflowError or UsageError for a request that cannot run."""
         require_fit(request, self.ctx, self.config, self.fixes_for)
-        if request.grammar is not None or request.beams > 1:  # compiled, and searched, where they are used
+        if request.grammar is not None or request.beams > 1 or request.adapters:  # what they need is known there
             self._call("check", protocol.plain(request))
 
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from localllm.config import ResolvedSettings
 from localllm.runtime.selection import Selection
-from localllm.settings import EngineConfig
+from localllm.settings import EngineConfig, Settings
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.loader import Watcher
     from localllm.offload.planner.plan import JobShape
+
+
+_LEAST_ADAPTER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> En
     """
     from localllm.engine.device import device_name, has_card, idle_gpu
 
-    config = resolved.settings.engine
+    config = _with_room_for_adapters(resolved.settings)
     if line := idle_gpu(config.device):
         tell(line)
     if config.vram is None or has_card(device_name(config.device)):
@@ -58,6 +61,19 @@ def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> En
     refuse_idle_vram(resolved)
     tell(f"the setting vram from {resolved.origins['vram'].where} is left aside: no GPU is used")
     return replace(config, vram=None)
+
+
+def _with_room_for_adapters(settings: Settings) -> EngineConfig:
+    """Return the settings of an engine, with memory for the adapters that are named and as many more to switch to.
+    Raises AdapterError, UsageError."""
+    config = settings.engine
+    if not settings.adapter or config.adapter_memory is not None:
+        return config
+    from localllm.hub.adapters import locate_adapter, split_scale
+
+    named = {split_scale(each)[0] for each in settings.adapter}
+    num_bytes = sum(locate_adapter(name, offline=True).num_bytes for name in named)
+    return replace(config, adapter_memory=max(2 * num_bytes, _LEAST_ADAPTER_BYTES))
 
 
 def refuse_idle_vram(resolved: ResolvedSettings) -> None:

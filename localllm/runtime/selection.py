@@ -17,7 +17,7 @@ from localllm.runtime.presets import Preset, choose, is_preset, preset_names
 from localllm.settings import SamplingSettings, Settings
 
 if TYPE_CHECKING:
-    from localllm.engine.request import SamplingParams
+    from localllm.engine.request import AdapterRef, SamplingParams
     from localllm.hub import ModelFiles
     from localllm.registry import ModelEntry
 
@@ -54,6 +54,17 @@ class Selection:
     def word(self) -> str:
         """What was named: the preset, or the model."""
         return self.preset.name if self.preset is not None else self.model_name
+
+    def adapters(self) -> tuple[AdapterRef, ...]:
+        """Return the adapters that answers are computed with. Uses no network. Raises AdapterError, UsageError."""
+        if not self.settings.adapter:
+            return ()
+        from localllm.engine.request import AdapterRef
+        from localllm.hub.adapters import locate_adapter, split_scale
+
+        pairs = map(split_scale, self.settings.adapter)
+        found = [(locate_adapter(name, offline=True), scale) for name, scale in pairs]
+        return tuple(AdapterRef(str(files.path), scale, files.name) for files, scale in found)
 
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the sampling parameters: the settings and `extra`, with a random seed where none is set.

@@ -48,6 +48,7 @@ _OWNERS: Mapping[str, str] = {
     "staging": "$error",
     "loading": "$error-darken-2",
     "draft": "$success-darken-2",
+    "adapters": "$success-darken-1",
     "kept pages": "$secondary-lighten-2",
     "states": "$secondary-lighten-1",
     "snapshots": "$secondary-darken-3",

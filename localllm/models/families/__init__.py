@@ -7,7 +7,7 @@ config.json holds is not looked at, and nothing in the folder runs. Knows no ten
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,28 +53,41 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def _as_gguf(config: ModelConfig, model: GgufModel) -> ModelConfig:
-    """Return the config with the way in which a GGUF file stores the weights: by our names, each expert's with rows
-    first."""
+    found = in_gguf_form(config, model.pairs_heads, model.tiles_value_heads, model.tensors)
+    stored = replace(found.stored, num_extra_layers=model.num_extra_layers)
+    return replace(found, stored=stored, norm_weight_offset=config.norm_weight_offset - model.norm_offset)
+
+
+def in_gguf_form(config: ModelConfig, pairs_heads: bool, tiles_value_heads: bool, names: Iterable[str]) -> ModelConfig:
+    """Return the config of a model in Hugging Face's form with the way in which a GGUF file stores its matrices: by our
+    names, each expert's with rows first.
+
+    pairs_heads, tiles_value_heads: see `gguf.names.GgufForm`.
+    names: Hugging Face's of the file's tensors.
+    """
     rows = config.stored.delta_rows
-    if rows == "by_head" and any(name.endswith(".in_proj_qkv.weight") for name in model.tensors):
+    if rows == "by_head" and any(name.endswith(".in_proj_qkv.weight") for name in names):
         rows = "gates_by_head"
     stored = StoredForm(
-        apart_gates=config.stored.apart_gates,
-        interleaves_heads=model.pairs_heads,
-        delta_rows=rows,
-        negates_rates=True,
-        num_extra_layers=model.num_extra_layers,
+        apart_gates=config.stored.apart_gates, interleaves_heads=pairs_heads, delta_rows=rows, negates_rates=True
     )
-    layers = tuple(map(_with_tiled_heads, config.layers)) if model.tiles_value_heads else config.layers
-    offset = config.norm_weight_offset - model.norm_offset
-    return replace(config, layers=layers, stored=stored, norm_weight_offset=offset)
+    layers = _with_value_heads(config.layers, is_tiled=True) if tiles_value_heads else config.layers
+    return replace(config, layers=layers, stored=stored, published=config.stored)
 
 
-def _with_tiled_heads(layer: LayerConfig) -> LayerConfig:
-    if not isinstance(layer.mixer, DeltaNetConfig):
-        return layer
-    shape = replace(layer.mixer.shape, is_tiled=True)
-    return replace(layer, mixer=replace(layer.mixer, shape=shape))
+def in_published_form(config: ModelConfig) -> ModelConfig:
+    """Return the config of a model with the way in which Hugging Face's checkpoints store its matrices."""
+    stored = config.stored if config.published is None else config.published
+    return replace(config, layers=_with_value_heads(config.layers, is_tiled=False), stored=stored, published=None)
+
+
+def _with_value_heads(layers: tuple[LayerConfig, ...], *, is_tiled: bool) -> tuple[LayerConfig, ...]:
+    return tuple(
+        replace(layer, mixer=replace(layer.mixer, shape=replace(layer.mixer.shape, is_tiled=is_tiled)))
+        if isinstance(layer.mixer, DeltaNetConfig)
+        else layer
+        for layer in layers
+    )
 
 
 def parse_config(raw: Mapping[str, object], source: str) -> ModelConfig:

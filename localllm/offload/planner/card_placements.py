@@ -18,7 +18,7 @@ from localllm.offload.planner.fit_errors import parts
 from localllm.offload.planner.host_placements import LOGIT_ROWS, PROMPT_TOKENS
 from localllm.offload.planner.machine import SPLIT_KERNELS, Card, CardMemory, Machine
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
-from localllm.offload.planner.plan import Plan, can_be_packed
+from localllm.offload.planner.plan import ADAPTERS, Plan, can_be_packed
 from localllm.offload.streaming.ring import ring_bytes
 
 _MIB = 1 << 20
@@ -371,6 +371,7 @@ class CardPlacements:
             "workspace": card.workspace_bytes,
             "graphs": graph_bytes(shape, card),
             "draft": shape.draft_bytes,
+            ADAPTERS: shape.adapter_bytes,
         }
 
     def _ram_owners(self, amount: _Amount) -> dict[str, int]:

@@ -13,7 +13,7 @@ from localllm.offload.planner.costs import PASS_TOKENS, Costs, Work
 from localllm.offload.planner.fit_errors import amount, parts
 from localllm.offload.planner.machine import Machine
 from localllm.offload.planner.model_shape import BlockShape, ModelShape
-from localllm.offload.planner.plan import Plan
+from localllm.offload.planner.plan import ADAPTERS, Plan
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 
 PROMPT_TOKENS = 512  # of the prompt whose first token is predicted
@@ -171,6 +171,7 @@ class HostPlacements:
             "activations": activations,
             "embedding": 0 if looks_up else shape.embed.num_bytes,
             "draft": shape.draft_bytes,
+            ADAPTERS: shape.adapter_bytes,
         }
 
     def _choice(self, resident: set[str]) -> _Choice:

@@ -87,6 +87,7 @@ class ModelShape:
     packing: Packing | None = None
     draft_bytes: int = 0  # of a draft model, all of it where this one is computed fastest
     draft_blocks: int = 0
+    adapter_bytes: int = 0  # set aside for adapters, where this model is computed fastest
     hit_curve: HitCurve = USUAL  # of experts that are brought to slots
     num_weights: int = 0  # of all matrices
     num_active_weights: int = 0  # that a token is multiplied by, and its embedding's matrix

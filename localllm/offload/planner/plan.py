@@ -13,7 +13,7 @@ from localllm.offload.planner.model_shape import ModelShape
 
 GIB = 1 << 30
 _CAP_STEP_BYTES = 16 << 20  # below 2 GiB: what a program holds differs by some MB from run to run
-KEPT_PAGES, SNAPSHOTS = "kept pages", "snapshots"  # owners in the ledger
+KEPT_PAGES, SNAPSHOTS, ADAPTERS = "kept pages", "snapshots", "adapters"  # owners in the ledger
 _MOST_SNAPSHOTS = 16  # a few turns of a few chats; the disk has more
 _MOST_KEPT_BYTES = 512 << 20  # 40,000 tokens of a 1.1B model in INT8; more of what is free is the machine's
 

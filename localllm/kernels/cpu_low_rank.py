@@ -1,0 +1,192 @@
+"""Adapters (LoRA) on the CPU: what thin matrices add to the rows of a batch, each row by its own adapters.
+
+`shrink` brings a row down to the ranks, t = scale * (A x), from the INT8 form in which the packed matrix took it;
+`expand` adds B t to what the packed matrix made of it. One set of tables says which rows have which adapters, in all
+layers; records say where an adapter's matrices for one layer are (S-LoRA, arXiv:2311.03285; Punica, arXiv:2310.18547).
+A row has the same bits whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from localllm.kernels.cpu_ir import F32, F32V, I32, I64, PTR, Kernel, Value, vector_of
+from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_jit import Native, compile_kernel
+from localllm.kernels.cpu_matmul import X_OFFSET, Group, GroupWeights, dots
+from localllm.kernels.sizes import TILE, Weights
+
+# Of a batch: segments, uses, the most rows of a segment, the most tiles of ranks; addresses of the tables and of room
+# for t; adapters, of each of which a site has a record.
+SHAPE_WORDS = ("segments", "uses", "rows", "rank_tiles", "segment_table", "use_table", "t", "records", "adapters")
+# Rows that have the same adapters, and the first of these.
+SEGMENT_WORDS = ("first_row", "rows", "first_use", "uses")
+# Of one adapter: its number among the batch's, the first float of its t, and the bits of what multiplies it.
+USE_WORDS = ("first_row", "rows", "adapter", "t", "scale")
+# Of one adapter in one layer; the tables are addresses. See `low_rank_record`.
+RECORD_WORDS = ("rank_tiles", "a", "a_scale", "tiles", "b", "b_scale")
+TILE_WORDS = ("first_rank", "ranks", "first_byte")  # of B's rows that make up a tile of the output
+CHAINS = 2  # of sums over ranks, of which each part of a record has a multiple
+_ROWS_AT_ONCE = 4  # of which a weight is converted once
+_SPAN = 8  # tiles that a thread takes at a time: to look one up costs as much as 16 ranks of it
+
+
+def shrink_source(isa: Isa, group: int, block_rows: int) -> Kernel:
+    """t = scale * a_scale * (A . x), fp32 [rows, rank_tiles * 16] of each use.
+
+    shape int64: see SHAPE_WORDS. x, x_scale, x_offset: as `cpu_matmul` reads them, in blocks of `block_rows` rows and
+    groups of `group` columns; groups: of them. site: the layer's number in the table of records.
+    """
+    k = Kernel("shrink", "shape x x_scale x_offset | groups site")
+    a = k.arg
+    batch = _Words(k, a.shape, SHAPE_WORDS)
+    each = batch.number("rows") * batch.number("rank_tiles")
+    with k.balanced(batch.number("uses") * each) as unit:
+        use = _Words(k, batch.pointer("use_table"), USE_WORDS, unit / each)
+        tile, row = unit % each / batch.number("rows"), unit % each % batch.number("rows")
+        record = _record(k, batch, use.number("adapter"))
+        is_there = record.address.compare("ne", 0)
+        with k.when(is_there & row.compare("ult", use.number("rows"))):
+            tiles = record.number("rank_tiles")
+            with k.when(tile.compare("ult", tiles)):
+                total = _products(k, isa, group, block_rows, record, tile, use.number("first_row") + row)
+                scale = use.at("scale").load(F32).splat()
+                own = batch.pointer("t").at((use.number("t") + (row * tiles + tile) * TILE) * 4)
+                own.store(total * record.pointer("a_scale").at(tile * (TILE * 4)).load(F32V) * scale)
+    return k
+
+
+def _products(k: Kernel, isa: Isa, group: int, block_rows: int, record: _Words, tile: Value, row: Value) -> Value:
+    """16 ranks of A times one row of x, without A's scale."""
+    a = k.arg
+    weights = Weights(8, group, has_bias=False)
+    block, within = row / block_rows, row % block_rows
+    total = k.variable(k.f32v(0))
+    with k.range(k.i64(0), a.groups) as g:
+        x = Group(group, block_rows, g, (block * a.groups + g) * block_rows, within)
+        codes = record.pointer("a").at((tile * a.groups + g) * weights.group_bytes)
+        offset = x.of_row(a.x_offset, 0).load(I32)
+        assert weights.offset == X_OFFSET
+        ((product,),) = dots(x, [GroupWeights(isa, weights, codes, k.i64(0))], [offset.splat()])
+        total.set(k.fma(x.of_row(a.x_scale, 0).load(F32).splat(), product.convert("sitofp", F32V), total.get()))
+    return total.get()
+
+
+def expand_source() -> Kernel:
+    """y += b_scale * (B . t) for each adapter of a row, in their order.
+
+    shape, site: as in `shrink_source`. y fp32, `features` floats a row; tiles: of its features, 16 each.
+    """
+    k = Kernel("expand", "shape y | features tiles site")
+    a = k.arg
+    batch = _Words(k, a.shape, SHAPE_WORDS)
+    spans = (a.tiles + (_SPAN - 1)) / _SPAN
+    with k.balanced(batch.number("segments") * spans) as unit:
+        begin = unit % spans * _SPAN
+        end = k.smaller(begin + _SPAN, a.tiles)
+        segment = _Words(k, batch.pointer("segment_table"), SEGMENT_WORDS, unit / spans)
+        first, rows = segment.number("first_use"), segment.number("rows")
+        y = a.y.at(segment.number("first_row") * a.features * 4)
+        with k.range(first, first + segment.number("uses")) as number:
+            use = _Words(k, batch.pointer("use_table"), USE_WORDS, number)
+            record = _record(k, batch, use.number("adapter"))
+            with k.when(record.address.compare("ne", 0)):
+                stride = record.number("rank_tiles") * TILE
+                t = batch.pointer("t").at(use.number("t") * 4)
+                tiles, b, scale = (record.pointer(name) for name in ("tiles", "b", "b_scale"))
+                with k.range(begin, end) as tile:
+                    part = _Words(k, tiles, TILE_WORDS, tile)
+                    ranks = part.number("ranks")
+                    with k.when(ranks.compare("ne", 0)):
+                        weights = _TileWeights(b.at(part.number("first_byte")), scale.at(tile * (TILE * 4)), ranks)
+                        own = _Rows(t.at(part.number("first_rank") * 4), stride, y.at(tile * (TILE * 4)), rows)
+                        _add_tile(k, weights, own)
+    return k
+
+
+@dataclass(frozen=True)
+class _TileWeights:
+    """Addresses of 16 rows of B, and how many ranks they have."""
+
+    codes: Value
+    scale: Value
+    ranks: Value
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a segment. t: of the first one, the ranks that a tile takes; stride: floats from one row's to the
+    next's; y: the tile of the first one."""
+
+    t: Value
+    stride: Value
+    y: Value
+    count: Value
+
+
+def _add_tile(k: Kernel, weights: _TileWeights, rows: _Rows) -> None:
+    whole = rows.count / _ROWS_AT_ONCE * _ROWS_AT_ONCE
+    with k.range(k.i64(0), whole, _ROWS_AT_ONCE) as row:
+        _add_rows(k, weights, rows, [row + i for i in range(_ROWS_AT_ONCE)])
+    with k.range(whole, rows.count) as row:
+        _add_rows(k, weights, rows, [row])
+
+
+def _add_rows(k: Kernel, weights: _TileWeights, rows: _Rows, numbers: list[Value]) -> None:
+    sources = [rows.t.at(number * rows.stride * 4) for number in numbers]
+    sums = [[k.variable(k.f32v(0)) for _ in range(CHAINS)] for _ in numbers]
+    with k.range(k.i64(0), weights.ranks, CHAINS) as rank:
+        for chain in range(CHAINS):
+            code = weights.codes.at((rank + chain) * TILE).load(vector_of("i8"), 16)
+            weight = code.convert("sext", vector_of(I32)).convert("sitofp", F32V)
+            for source, totals in zip(sources, sums, strict=True):
+                t = source.at((rank + chain) * 4).load(F32).splat()
+                totals[chain].set(k.fma(weight, t, totals[chain].get()))
+    for number, totals in zip(numbers, sums, strict=True):
+        y = rows.y.at(number * k.arg.features * 4)
+        total = totals[0].get()
+        for other in totals[1:]:
+            total = total + other.get()
+        y.store(k.fma(weights.scale.load(F32V), total, y.load(F32V)))
+
+
+class _Words:
+    """A row of a table of 64-bit words."""
+
+    def __init__(self, k: Kernel, table: Value, names: tuple[str, ...], number: Value | None = None) -> None:
+        self._names = names
+        self._begin = table if number is None else table.at(number * (8 * len(names)))
+        self.k = k
+
+    def at(self, name: str) -> Value:
+        return self._begin.at(8 * self._names.index(name))
+
+    def number(self, name: str) -> Value:
+        return self.at(name).load(I64, 8)
+
+    def pointer(self, name: str) -> Value:
+        return self.at(name).load(PTR, 8)
+
+
+class _Record(_Words):
+    """Where an adapter's matrices for the layer are. address: 0 where it has none."""
+
+    def __init__(self, k: Kernel, at: Value) -> None:
+        super().__init__(k, at.load(PTR, 8), RECORD_WORDS)
+        self.address = at.load(I64, 8)
+
+
+def _record(k: Kernel, batch: _Words, adapter: Value) -> _Record:
+    number = k.arg.site * batch.number("adapters") + adapter
+    return _Record(k, batch.pointer("records").at(number * 8))
+
+
+@cache
+def shrink(isa: Isa, group: int, block_rows: int) -> Native:
+    return compile_kernel(shrink_source(isa, group, block_rows), isa)
+
+
+@cache
+def expand(isa: Isa) -> Native:
+    return compile_kernel(expand_source(), isa)

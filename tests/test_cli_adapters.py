@@ -1,0 +1,108 @@
+"""`localllm adapters`, and what other commands do with the name of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.adapter_support import BASE, peft_files, write_gguf_lora, write_peft
+from tests.cli_support import Result, run_cli
+from tests.fake_hub import COMMIT, FakeHub
+from tests.hub.support import single_model
+
+REPO = "maker/Fox-LoRA"
+
+
+@pytest.fixture(autouse=True)
+def hub(fake: FakeHub, own_folders: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    fake.reset({REPO: peft_files(), "maker/old": peft_files(None), "maker/model": single_model(1000)})
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", fake.endpoint)
+    return fake
+
+
+def lines(result: Result) -> list[list[str]]:
+    return [line.split() for line in result.out.decode().splitlines()]
+
+
+def test_where_no_adapter_is_a_list_says_how_to_get_one() -> None:
+    result = run_cli("adapters")
+    assert (result.code, result.out) == (0, b"") and "localllm pull ORG/REPOSITORY" in result.err
+    assert run_cli("adapters", "--json").json == {"schema_version": 1, "adapters": []}
+
+
+def test_a_pulled_adapter_tells_how_it_is_used_is_listed_and_removed() -> None:
+    pulled = run_cli("pull", REPO)
+    assert pulled.code == 0 and lines(pulled)[-1][0] == "fox-lora:"
+    assert '`localllm run qwen3-8b --adapter fox-lora "..."` uses it' in pulled.err
+    title, row = lines(run_cli("adapters"))
+    assert title == ["NAME", "FOR", "RANK", "SIZE", "FROM"]
+    assert (row[:3], row[-1]) == (["fox-lora", BASE, "8"], REPO)
+    [found] = run_cli("adapters", "--json").json["adapters"]
+    assert {**found, "path": Path(found["path"]).name} == {
+        "name": "fox-lora", "base": BASE, "rank": 8, "size_bytes": found["size_bytes"], "repo": REPO,
+        "revision": COMMIT, "path": COMMIT,
+    }  # fmt: skip
+    listed = run_cli("list")
+    assert "fox" not in listed.out.decode() and "adapters: fox-lora; `localllm adapters` shows" in listed.err
+    removed = run_cli("rm", "fox-lora", "--yes", "--json")
+    assert removed.json["freed_bytes"] >= found["size_bytes"]
+    assert run_cli("adapters", "--json").json["adapters"] == []
+
+
+def test_a_pull_in_json_has_what_the_list_has() -> None:
+    pulled = run_cli("pull", REPO, "--json").json
+    [listed] = run_cli("adapters", "--json").json["adapters"]
+    assert pulled == {"schema_version": 1, "adapter": listed.pop("name"), **listed}
+
+
+def test_an_adapter_that_names_no_model_is_used_with_one_that_the_user_knows() -> None:
+    assert '`localllm run BASE --adapter old "..."`' in run_cli("pull", "maker/old").err
+
+
+def test_a_list_may_be_of_one_model_alone() -> None:
+    run_cli("pull", REPO)
+    run_cli("pull", "maker/old")
+    assert [row[0] for row in lines(run_cli("adapters"))[1:]] == ["fox-lora", "old"]
+    for base in ("qwen3-8b", f"{BASE}-GGUF:Q4_K_M"):
+        result = run_cli("adapters", base)
+        assert [row[0] for row in lines(result)[1:]] == ["fox-lora"]
+        assert f"localllm run {base} --adapter fox-lora" in result.err
+    other = run_cli("adapters", "qwen3-4b")
+    assert other.out == b"" and "none of the 2 adapters here says that it is for qwen3-4b" in other.err
+    assert run_cli("adapters", "qwen3-b8").code == 3
+
+
+def test_in_a_models_place_an_adapter_is_refused_with_the_line_to_type() -> None:
+    run_cli("pull", REPO)
+    refused = run_cli("run", REPO, "-p", "Once upon", "--seed", "1")
+    assert refused.code == 3 and f"{REPO} is an adapter, not a model" in refused.err
+    assert f"fix:   localllm run qwen3-8b -p 'Once upon' --seed 1 --adapter {REPO}" in refused.err
+    assert f"fix:   localllm chat qwen3-8b --plain --adapter {REPO}" in run_cli("chat", REPO, "--plain").err
+    assert f"fix:   localllm run qwen3-8b --adapter {REPO}" in run_cli("show", REPO).err
+
+
+@pytest.mark.parametrize("name", ["mine", "./mine", "mine.gguf"])
+def test_so_is_a_folder_and_a_file_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_peft(tmp_path / "mine")
+    write_gguf_lora(tmp_path / "mine.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert f"fix:   localllm run qwen3-8b -p hi --adapter {name}" in run_cli("run", name, "-p", "hi").err
+
+
+def test_an_adapter_that_is_not_here_is_not_pulled_in_a_models_place(hub: FakeHub) -> None:
+    refused = run_cli("run", REPO, "-p", "hi", "--pull")
+    assert refused.code == 3 and f"fix:   localllm pull {REPO}" in refused.err
+    assert f"localllm run BASE -p hi --pull --adapter {REPO}" in refused.err
+    assert hub.file_requests("adapter_model.safetensors") == []
+
+
+def test_a_pickle_is_refused_with_what_converts_it(hub: FakeHub) -> None:
+    del hub.repositories[REPO]["adapter_model.safetensors"]
+    refused = run_cli("pull", REPO)
+    assert refused.code == 1 and "save_pretrained" in refused.err and "localllm help adapter" in refused.err
+
+
+def test_a_model_is_still_pulled_as_one() -> None:
+    assert run_cli("pull", "maker/model", "--json").json["model"] == "maker/model"
