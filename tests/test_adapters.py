@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.engine.engine import Engine
@@ -195,6 +196,17 @@ def test_requests_of_different_adapters_do_not_follow_each_other(eight: Case) ->
     assert [each.token_ids for each in answered(eight.engine, *requests, *requests)] == alone * 2
 
 
+def test_streamed_blocks_take_adapters_that_are_in_memory(tmp_path: Path) -> None:
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), {})
+    engine, residency = case.engine, case.engine.residency
+    requests = [Request(tuple(prompt(30, seed=i)), SAMPLING, adapters=use) for i, use in enumerate([case.adapters, ()])]
+    requests = [replace(request, adapters=tuple(request.adapters)) for request in requests]
+    expected = [heard.token_ids for heard in answered(engine, *requests)]
+    residency.move([replace(b, tier="disk" if "layers" in b.name else b.tier) for b in residency.blocks])
+    assert engine.model.stream.names
+    assert [heard.token_ids for heard in answered(engine, *requests)] == expected
+
+
 def test_a_draft_is_computed_with_the_adapter(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", weights="int4", speculate="ngram", draft_tokens=4)
     case = made(tmp_path, "llama", config, {})
@@ -207,20 +219,36 @@ def test_a_draft_is_computed_with_the_adapter(tmp_path: Path) -> None:
     plain.close()
 
 
+def another(folder: Path, number: int) -> AdapterRef:
+    """Another adapter of the same shape."""
+    copy = folder.with_name(f"{folder.name}-{number}")
+    copy.mkdir()
+    (copy / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    generator = torch.Generator().manual_seed(number)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    noise = {name: torch.randn(values.shape, generator=generator) * 0.3 for name, values in tensors.items()}
+    save_file(noise, copy / "adapter_model.safetensors")
+    return AdapterRef(str(copy), name=copy.name)
+
+
 def test_many_adapters_pass_through_the_memory_of_a_few(tmp_path: Path) -> None:
-    """What is not in memory is read again; what an answer uses stays; nothing is left over."""
+    """200 in the memory of 20: what is not there is read again, what an answer uses stays, nothing is left over."""
     targets = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), *[targets] * 12)
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), targets)
+    (first,) = case.adapters
     engine, ids = case.engine, tuple(prompt(20))
-    requests = [Request(ids, SAMPLING, adapters=(ref,)) for ref in case.adapters]
+    requests = [Request(ids, SAMPLING, adapters=(another(Path(first.path), number),)) for number in range(200)]
     expected = [answered(engine, request)[0].token_ids for request in requests]
-    each = engine.adapters.used_bytes // 12
+    assert len({tuple(answer) for answer in expected}) > 150
+    each = engine.adapters.used_bytes // 200
     engine.adapters.unload()
-    engine.adapters.budget_bytes = 3 * each + each // 2
-    for request, answer in itertools.islice(itertools.cycle(zip(requests, expected, strict=True)), 30):
+    engine.adapters.budget_bytes = 20 * each + each // 2
+    for request, answer in itertools.islice(itertools.cycle(zip(requests, expected, strict=True)), 230):
         assert answered(engine, request)[0].token_ids == answer
         assert engine.adapters.used_bytes <= engine.adapters.budget_bytes
-    assert [each.token_ids for each in answered(engine, *requests)] == expected, "more at once than there is room for"
+    engine.adapters.unload()
+    engine.adapters.budget_bytes = 3 * each + each // 2
+    assert [each.token_ids for each in answered(engine, *requests[:12])] == expected[:12], "more than there is room for"
     assert engine.adapters.used_bytes <= engine.adapters.budget_bytes
     assert engine.adapters.unload() == len(engine.adapters.names) or engine.adapters.used_bytes == 0
     engine.adapters.budget_bytes = each // 2

@@ -9,7 +9,7 @@ A row has the same bits whatever rows are beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 
 from localllm.kernels.cpu_ir import F32, F32V, I32, I64, PTR, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
@@ -93,62 +93,52 @@ def expand_source() -> Kernel:
             record = _record(k, batch, use.number("adapter"))
             with k.when(record.address.compare("ne", 0)):
                 stride = record.number("rank_tiles") * TILE
-                t = batch.pointer("t").at(use.number("t") * 4)
-                tiles, b, scale = (record.pointer(name) for name in ("tiles", "b", "b_scale"))
-                with k.range(begin, end) as tile:
-                    part = _Words(k, tiles, TILE_WORDS, tile)
-                    ranks = part.number("ranks")
-                    with k.when(ranks.compare("ne", 0)):
-                        weights = _TileWeights(b.at(part.number("first_byte")), scale.at(tile * (TILE * 4)), ranks)
-                        own = _Rows(t.at(part.number("first_rank") * 4), stride, y.at(tile * (TILE * 4)), rows)
-                        _add_tile(k, weights, own)
+                adapted = _Rows(batch.pointer("t").at(use.number("t") * 4), stride, y)
+                whole = rows / _ROWS_AT_ONCE * _ROWS_AT_ONCE
+                # All of the span for some rows, then for the next: y's rows are pages apart.
+                with k.range(k.i64(0), whole, _ROWS_AT_ONCE) as row:
+                    _add_span(k, record, (begin, end), adapted, [row + i for i in range(_ROWS_AT_ONCE)])
+                with k.range(whole, rows) as row:
+                    _add_span(k, record, (begin, end), adapted, [row])
     return k
 
 
 @dataclass(frozen=True)
-class _TileWeights:
-    """Addresses of 16 rows of B, and how many ranks they have."""
-
-    codes: Value
-    scale: Value
-    ranks: Value
-
-
-@dataclass(frozen=True)
 class _Rows:
-    """The rows of a segment. t: of the first one, the ranks that a tile takes; stride: floats from one row's to the
-    next's; y: the tile of the first one."""
+    """The rows of a segment. t: of the first one; stride: floats from one row's to the next's; y: the first one."""
 
     t: Value
     stride: Value
     y: Value
-    count: Value
 
 
-def _add_tile(k: Kernel, weights: _TileWeights, rows: _Rows) -> None:
-    whole = rows.count / _ROWS_AT_ONCE * _ROWS_AT_ONCE
-    with k.range(k.i64(0), whole, _ROWS_AT_ONCE) as row:
-        _add_rows(k, weights, rows, [row + i for i in range(_ROWS_AT_ONCE)])
-    with k.range(whole, rows.count) as row:
-        _add_rows(k, weights, rows, [row])
+def _add_span(k: Kernel, record: _Record, span: tuple[Value, Value], rows: _Rows, numbers: list[Value]) -> None:
+    """y of these rows += what a record has for the tiles [begin, end)."""
+    tiles, b, scales = (record.pointer(name) for name in ("tiles", "b", "b_scale"))
+    with k.range(*span) as tile:
+        part = _Words(k, tiles, TILE_WORDS, tile)
+        ranks = part.number("ranks")
+        with k.when(ranks.compare("ne", 0)):
+            codes, first_rank = b.at(part.number("first_byte")), part.number("first_rank")
+            sources = [rows.t.at((number * rows.stride + first_rank) * 4) for number in numbers]
+            totals = _tile_totals(k, codes, ranks, sources)
+            scale = scales.at(tile * (TILE * 4)).load(F32V)
+            for number, total in zip(numbers, totals, strict=True):
+                y = rows.y.at((number * k.arg.features + tile * TILE) * 4)
+                y.store(k.fma(scale, total, y.load(F32V)))
 
 
-def _add_rows(k: Kernel, weights: _TileWeights, rows: _Rows, numbers: list[Value]) -> None:
-    sources = [rows.t.at(number * rows.stride * 4) for number in numbers]
-    sums = [[k.variable(k.f32v(0)) for _ in range(CHAINS)] for _ in numbers]
-    with k.range(k.i64(0), weights.ranks, CHAINS) as rank:
+def _tile_totals(k: Kernel, codes: Value, ranks: Value, sources: list[Value]) -> list[Value]:
+    """16 rows of B, without their scales, times t of each row."""
+    sums = [[k.variable(k.f32v(0)) for _ in range(CHAINS)] for _ in sources]
+    with k.range(k.i64(0), ranks, CHAINS) as rank:
         for chain in range(CHAINS):
-            code = weights.codes.at((rank + chain) * TILE).load(vector_of("i8"), 16)
+            code = codes.at((rank + chain) * TILE).load(vector_of("i8"), 16)
             weight = code.convert("sext", vector_of(I32)).convert("sitofp", F32V)
             for source, totals in zip(sources, sums, strict=True):
                 t = source.at((rank + chain) * 4).load(F32).splat()
                 totals[chain].set(k.fma(weight, t, totals[chain].get()))
-    for number, totals in zip(numbers, sums, strict=True):
-        y = rows.y.at(number * k.arg.features * 4)
-        total = totals[0].get()
-        for other in totals[1:]:
-            total = total + other.get()
-        y.store(k.fma(weights.scale.load(F32V), total, y.load(F32V)))
+    return [reduce(lambda total, each: total + each, [each.get() for each in totals]) for totals in sums]
 
 
 class _Words:
