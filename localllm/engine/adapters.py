@@ -66,18 +66,19 @@ class AdapterCache:
     def check(self, refs: Sequence[AdapterRef]) -> tuple[Version, ...]:
         """Return the versions of the adapters that a request names. Raises what is wrong with one, AdapterError or
         CheckpointError, and DoesNotFitError where all of them are larger than the budget."""
-        with self._lock:
-            versions = tuple(_version(ref) for ref in refs)
-            for ref, version in zip(refs, versions, strict=True):
-                if version not in self._checked:
-                    adapter = self._load(ref)
+        versions = tuple(map(_version, refs))
+        for ref, version in zip(refs, versions, strict=True):
+            if version not in self._checked:
+                adapter = self._load(ref, version)  # without the lock, for which a step would wait
+                with self._lock:
                     self._checked[version] = adapter.num_bytes
-                    if self._make_room(adapter.num_bytes):
+                    if version not in self._loaded and self._make_room(adapter.num_bytes):
                         self._loaded[version] = _Loaded(adapter)
-            while len(self._checked) > _CHECKED:
-                self._checked.popitem(last=False)
+        with self._lock:
             self._require_budget(sum(self._checked.get(version, 0) for version in {*versions}))
-            return versions
+            while len(self._checked) > max(_CHECKED, len(refs)):
+                self._checked.popitem(last=False)
+        return versions
 
     def identity(self, ref: AdapterRef) -> str:
         """Return what tells an adapter and its scale from others, for whoever keeps what was computed with them."""
@@ -102,7 +103,7 @@ class AdapterCache:
         version = _version(ref)
         loaded = self._loaded.get(version)
         if loaded is None:
-            loaded = _Loaded(self._load(ref))
+            loaded = _Loaded(self._load(ref, version))
             if not self._make_room(loaded.adapter.num_bytes):
                 self._require_budget(loaded.adapter.num_bytes)
                 raise MemoryError("other answers use adapters that fill the memory for adapters")
@@ -128,9 +129,12 @@ class AdapterCache:
                 del self._loaded[version]
             return len(gone)
 
-    def _load(self, ref: AdapterRef) -> Adapter:
+    def _load(self, ref: AdapterRef, version: Version) -> Adapter:
         decoder = self._decoder()
         weights = read_adapter(Path(ref.path), decoder.config, ref.name)
+        if _version(ref) != version:
+            what, why = f"the files of the adapter {ref.name or ref.path} have changed", "they were read meanwhile"
+            raise AdapterError(what, why=why, fix="ask again")
         return new_adapter(weights, decoder, native_sites(decoder) if self._is_native() else ())
 
     def _make_room(self, num_bytes: int) -> bool:

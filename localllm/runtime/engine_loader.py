@@ -72,7 +72,7 @@ def _with_room_for_adapters(settings: Settings) -> EngineConfig:
     from localllm.hub.adapters import locate_adapter, split_scale
 
     named = {split_scale(each)[0] for each in settings.adapter}
-    num_bytes = sum(locate_adapter(name, offline=True).num_bytes for name in named)
+    num_bytes = sum(locate_adapter(name, offline=settings.offline).num_bytes for name in named)
     return replace(config, adapter_memory=max(2 * num_bytes, _LEAST_ADAPTER_BYTES))
 
 

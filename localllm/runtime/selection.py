@@ -63,7 +63,7 @@ class Selection:
         from localllm.hub.adapters import locate_adapter, split_scale
 
         pairs = map(split_scale, self.settings.adapter)
-        found = [(locate_adapter(name, offline=True), scale) for name, scale in pairs]
+        found = [(locate_adapter(name, offline=self.settings.offline), scale) for name, scale in pairs]
         return tuple(AdapterRef(str(files.path), scale, files.name) for files, scale in found)
 
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
