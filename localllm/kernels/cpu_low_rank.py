@@ -28,7 +28,7 @@ USE_WORDS = ("first_row", "rows", "adapter", "t", "scale")
 RECORD_WORDS = ("rank_tiles", "a", "a_scale", "tiles", "b", "b_scale")
 TILE_WORDS = ("first_rank", "ranks", "first_byte")  # of B's rows that make up a tile of the output
 CHAINS = 2  # of sums over ranks, of which each part of a record has a multiple
-_ROWS_AT_ONCE = 4  # of which a weight is converted once
+_ROWS_AT_ONCE = 4  # that a weight is read for once
 _SPAN = 8  # tiles that a thread takes at a time: to look one up costs as much as 16 ranks of it
 
 
@@ -41,36 +41,57 @@ def shrink_source(isa: Isa, group: int, block_rows: int) -> Kernel:
     k = Kernel("shrink", "shape x x_scale x_offset | groups site")
     a = k.arg
     batch = _Words(k, a.shape, SHAPE_WORDS)
-    each = batch.number("rows") * batch.number("rank_tiles")
+    blocks = (batch.number("rows") + (block_rows - 2)) / block_rows + 1  # that a use may begin and end in
+    each = blocks * batch.number("rank_tiles")
     with k.balanced(batch.number("uses") * each) as unit:
         use = _Words(k, batch.pointer("use_table"), USE_WORDS, unit / each)
-        tile, row = unit % each / batch.number("rows"), unit % each % batch.number("rows")
+        tile, first = unit % each / blocks, use.number("first_row")
+        block = first / block_rows + unit % each % blocks
+        begin = k.larger(first, block * block_rows)
+        end = k.smaller(first + use.number("rows"), (block + 1) * block_rows)
         record = _record(k, batch, use.number("adapter"))
         is_there = record.address.compare("ne", 0)
-        with k.when(is_there & row.compare("ult", use.number("rows"))):
+        with k.when(is_there & begin.compare("ult", end)):
             tiles = record.number("rank_tiles")
             with k.when(tile.compare("ult", tiles)):
-                total = _products(k, isa, group, block_rows, record, tile, use.number("first_row") + row)
-                scale = use.at("scale").load(F32).splat()
-                own = batch.pointer("t").at((use.number("t") + (row * tiles + tile) * TILE) * 4)
-                own.store(total * record.pointer("a_scale").at(tile * (TILE * 4)).load(F32V) * scale)
+                t = batch.pointer("t").at((use.number("t") + tile * TILE) * 4)
+                factor = record.pointer("a_scale").at(tile * (TILE * 4)).load(F32V)
+                factor = factor * use.at("scale").load(F32).splat()
+                whole = begin + (end - begin) / _ROWS_AT_ONCE * _ROWS_AT_ONCE
+                for rows, span in ((_ROWS_AT_ONCE, (begin, whole)), (1, (whole, end))):
+                    with k.range(*span, rows) as row:
+                        x = _BlockRows(group, block_rows, block, row - block * block_rows, rows)
+                        for i, total in enumerate(_products(k, isa, x, record, tile)):
+                            t.at((row - first + i) * tiles * (TILE * 4)).store(total * factor)
     return k
 
 
-def _products(k: Kernel, isa: Isa, group: int, block_rows: int, record: _Words, tile: Value, row: Value) -> Value:
-    """16 ranks of A times one row of x, without A's scale."""
+@dataclass(frozen=True)
+class _BlockRows:
+    """Rows of x: how many, and the first one within its block."""
+
+    group: int
+    block_rows: int
+    block: Value
+    first: Value
+    rows: int
+
+
+def _products(k: Kernel, isa: Isa, rows: _BlockRows, record: _Record, tile: Value) -> list[Value]:
+    """16 ranks of A times each of the rows, without A's scale."""
     a = k.arg
-    weights = Weights(8, group, has_bias=False)
-    block, within = row / block_rows, row % block_rows
-    total = k.variable(k.f32v(0))
+    weights = Weights(8, rows.group, has_bias=False)
+    assert weights.offset == X_OFFSET
+    totals = [k.variable(k.f32v(0)) for _ in range(rows.rows)]
     with k.range(k.i64(0), a.groups) as g:
-        x = Group(group, block_rows, g, (block * a.groups + g) * block_rows, within)
+        x = Group(rows.group, rows.block_rows, g, (rows.block * a.groups + g) * rows.block_rows, rows.first)
         codes = record.pointer("a").at((tile * a.groups + g) * weights.group_bytes)
-        offset = x.of_row(a.x_offset, 0).load(I32)
-        assert weights.offset == X_OFFSET
-        ((product,),) = dots(x, [GroupWeights(isa, weights, codes, k.i64(0))], [offset.splat()])
-        total.set(k.fma(x.of_row(a.x_scale, 0).load(F32).splat(), product.convert("sitofp", F32V), total.get()))
-    return total.get()
+        offsets = [x.of_row(a.x_offset, row).load(I32).splat() for row in range(rows.rows)]
+        (products,) = dots(x, [GroupWeights(isa, weights, codes, k.i64(0))], offsets)
+        for row, (total, product) in enumerate(zip(totals, products, strict=True)):
+            scale = x.of_row(a.x_scale, row).load(F32).splat()
+            total.set(k.fma(scale, product.convert("sitofp", F32V), total.get()))
+    return [total.get() for total in totals]
 
 
 def expand_source() -> Kernel:
