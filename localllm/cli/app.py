@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "connect": ("connect", "Print the settings with which a program uses `localllm serve`."),
         "pull": ("models", "Download a model or an adapter from the Hugging Face hub."),
         "quantize": ("quantize", "Pack a model's weights ahead of time."),
+        "merge": ("merge", "Write a model and its adapters (LoRA) as one checkpoint."),
         "list": ("models", "List the models on this disk."),
         "adapters": ("adapters", "List the adapters (LoRA) on this disk."),
         "search": ("search", "Search for models by name, also on the Hugging Face hub."),
@@ -55,7 +56,7 @@ HEADINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Talk": ("run", "chat"),
         "Serve": ("serve", "ps", "load", "stop", "connect"),
-        "Models": ("list", "adapters", "search", "pull", "show", "rm", "quantize", "tokenize", "perplexity"),
+        "Models": ("list", "adapters", "search", "pull", "show", "rm", "quantize", "merge", "tokenize", "perplexity"),
         "This machine": ("plan", "bench", "doctor"),
         "This program": ("preset", "create", "sessions", "cache", "config", "help"),
     }
