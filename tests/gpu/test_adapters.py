@@ -18,11 +18,12 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
 from localllm.layers.low_rank import AppliedAdapter
+from localllm.models.gpu_program import is_ours
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
 from tests.checkpoints import write_checkpoint
 from tests.gpu.test_hybrids import SIZES as HYBRID
-from tests.gpu.test_step import EXACT, SMALL, by_kernels, by_operators, error, ids
+from tests.gpu.test_step import EXACT, EXPERT_WIDTH, SMALL, by_kernels, by_operators, error, ids
 from tests.thinning import every_other
 
 ATTENTION = {"r": 3, "target_modules": ["q_proj", "v_proj", "o_proj"]}
@@ -130,29 +131,39 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_verified(
 
 
 def test_a_batch_without_adapters_launches_what_it_did_before(tmp_path: Path) -> None:
-    model = made(tmp_path, "llama", "int4-g32", {}, layers=1, **SMALL)
+    model = made(tmp_path, "llama", "int4-g32", ATTENTION, layers=1, **SMALL)
     runner, names = model.by_kernels(), list[list[str]]()
     for adapters in ((), (0,), ()):
         with recorded(runs=True) as launches:
             model.logits(runner, ids(3), adapters, [2, 1])
         names.append([launch.name for launch in launches])
     assert names[0] == names[2] and not {"_shrink", "_expand"} & {*names[0]}
-    products = 4 * 2  # of a layer, in two forwards
-    assert names[1].count("_shrink") == products and names[1].count("_expand") == products
+    assert [name for name in names[1] if name in ("_shrink", "_expand")] == [
+        "_shrink",
+        "_expand",
+    ] * 4  # of two forwards
+
+
+SHARED = [f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")]
 
 
 @pytest.mark.parametrize(
-    ("options", "by_operators_alone"),
+    ("options", "is_left"),
     [
-        ({"target_modules": ["q_proj"]}, False),
-        ({"r": 2}, True),  # experts, among others
+        ({"target_modules": ["q_proj"], "target_parameters": SHARED}, False),
+        ({}, True),  # experts and routers, among others
     ],
+    ids=["shared", "all"],
 )
-def test_what_kernels_do_not_add_is_computed_by_operators(
-    options: dict[str, Any], by_operators_alone: bool, tmp_path: Path
+def test_a_mixtures_shared_part_is_ours_and_experts_are_left_to_operators(
+    options: dict[str, Any], is_left: bool, tmp_path: Path
 ) -> None:
-    model = made(tmp_path, "qwen2_moe", "int8", options, layers=2)
+    model = made(tmp_path, "qwen2_moe", "int4-g32", options, layers=2, **EXPERT_WIDTH)
+    assert all(is_ours(block, block.device) for block in model.engine.model.blocks)
     runner, token_ids = model.by_kernels(), ids(10)
-    assert needs(runner, model, 0) is by_operators_alone and not needs(runner, model)
+    assert needs(runner, model, 0) is is_left and not needs(runner, model)
     expected = model.logits(by_operators(model.engine.model), token_ids, (0,), [10])
-    assert error(model.logits(runner, token_ids, (0,), [8, 2]), expected) < 0.03
+    assert error(model.logits(by_operators(model.engine.model), token_ids, (), [10]), expected) > 0.1
+    with recorded(runs=True) as launches:
+        assert error(model.logits(runner, token_ids, (0,), [8, 2]), expected) < 0.03
+    assert any(launch.name == "_expand" for launch in launches) is not is_left
