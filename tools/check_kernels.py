@@ -31,7 +31,7 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
 from localllm.kernels.delta_rule import DeltaWeights
-from localllm.kernels.gpu import activations, check_cases, delta, embedding, rope, routing, sample
+from localllm.kernels.gpu import activations, check_cases, delta, embedding, low_rank, rope, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import (
     FEW_PREFILL_ROWS,
@@ -177,6 +177,15 @@ def tokens() -> Iterator[KernelLaunch]:
     yield from sample.sample(_empty((2, _VOCAB)), ids, _empty((2,)), _empty((2,)), ids, room)
 
 
+def adapters(dtype: torch.dtype) -> Iterator[KernelLaunch]:
+    """Yield the launches of adapters in this dtype, into what our kernels and what the library's products have made."""
+    uses = _empty((2, 3, len(low_rank.USE_WORDS)), torch.int64)
+    t = low_rank.new_ranks(uses, 2, 64)
+    yield low_rank.shrink(uses, 5, _empty((2, _K)), t, dtype)
+    for y in (_empty((2, _N)), _empty((2, _N), dtype)):
+        yield low_rank.expand(uses, 5, t, y, dtype)
+
+
 def attention(
     heads: Heads, *, is_step: bool = False, groups: tuple[int | None, ...] = GROUPS[:1], most_rows: int = PREFILL_ROWS
 ) -> Iterator[KernelLaunch]:
@@ -254,6 +263,7 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     for glu in GLUS[1:2] if is_brief else GLUS[1:]:
         yield from rows_between(glu=glu)
     yield from tokens()
+    yield from adapters(torch.float32)
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
@@ -275,6 +285,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
     for glu in GLUS[1:2] if is_brief else GLUS[1:]:
         yield from rows_between(glu=glu)
     yield from tokens()
+    for dtype in (torch.bfloat16,) if is_brief else (torch.bfloat16, torch.float16, torch.float32):
+        yield from adapters(dtype)
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:

@@ -305,7 +305,8 @@ class ModelRunner:
         of it."""
         if self.cpu_program is not None:
             return any(each.adapter.needs_operators for each in kv.adapters)
-        return bool(kv.adapters)
+        programs = [program for program in (self.gpu_program, self._gpu_prefill) if program is not None]
+        return bool(kv.adapters) and not (programs and all(program.adds(kv.adapters) for program in programs))
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[Batch]:
         """Return the chunks in order, in as few batches as may be: short ones side by side, a long one over several."""
@@ -381,11 +382,11 @@ class ModelRunner:
         return self._reduced[1]
 
     def draws(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether `draw` can sample the tokens behind these chunks."""
+        """Return whether `draw` can sample the tokens behind these chunks: graphs know no adapters."""
         is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
         is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
         kvs = [chunk.kv for chunk in chunks]
-        if not is_step or self.gpu_program is None or any(map(self._needs_operators, kvs)):
+        if not is_step or self.gpu_program is None or any(kv.adapters for kv in kvs):
             return False
         return self.gpu_program.has_pages(kvs)
 

@@ -26,6 +26,7 @@ from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.gpu_low_rank import RowAdapters
 from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
@@ -35,12 +36,14 @@ from localllm.quant.stacked import Stacked
 
 @dataclass(frozen=True)
 class GpuForward:
-    """One forward as a block sees it. places: of each layer, its group and its number among those on the device."""
+    """One forward as a block sees it. places: of each layer, its group and its number among those on the device.
+    adapters: what is added to its rows, if anything is."""
 
     batch: Batch
     tables: GpuTables
     places: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of activations for the library's products
+    adapters: RowAdapters | None = None
     _elsewhere: dict[torch.device, Batch] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Batch:
@@ -48,6 +51,10 @@ class GpuForward:
         if device not in self._elsewhere:
             self._elsewhere[device] = self.batch.on(device)
         return self._elsewhere[device]
+
+    def changes(self, *linears: Linear) -> bool:
+        """Return whether adapters change any of these."""
+        return self.adapters is not None and any(self.adapters.changes(linear.name) for linear in linears)
 
 
 def multiply(
@@ -113,6 +120,36 @@ def _multiply_floats(
     return y if into is None else into.add_(y)
 
 
+def adapted_product(
+    linear: Linear,
+    x: Tensor | Codes,
+    forward: GpuForward,
+    *,
+    norm: RMSNorm | None = None,
+    glu: Glu | None = None,
+    into: Tensor | None = None,
+    floats: Tensor | None = None,
+) -> Tensor:
+    """Do as `multiply`, and add what adapters make of the same x. floats: what codes were made of."""
+    y = multiply(linear, x, forward.dtype, norm=norm, glu=glu, into=into)
+    if forward.adapters is not None and forward.changes(linear):
+        if floats is None:
+            assert isinstance(x, Tensor), "floats come with codes"
+            floats = floats_of(x, linear.in_features, norm, glu)
+        forward.adapters.add(linear.name, floats, y)
+    return y
+
+
+def floats_of(x: Tensor, features: int, norm: RMSNorm | None, glu: Glu | None = None) -> Tensor:
+    """Return fp32 [M, features]: what a matrix is multiplied with, before it is rounded for that."""
+    if norm is None and glu is None and x.dtype is torch.float32:
+        return x[:, :features]
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    floats = torch.empty((len(x), features), device=x.device)
+    activations.to_floats(x, floats, features, weight=weight, eps=eps, glu=glu).run()
+    return floats
+
+
 def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
     """Return the input of the second matrix, where the first one's product can end in it: both are packed, and there is
     a gate, which ends with a tile."""
@@ -127,14 +164,20 @@ def _gated(body: MLP, x: Tensor | Codes, norm: RMSNorm | None) -> Codes | None:
 
 
 def run_mlp(
-    body: MLP, x: Tensor | Codes, norm: RMSNorm | None, dtype: torch.dtype, into: Tensor | None = None
+    body: MLP,
+    x: Tensor | Codes,
+    norm: RMSNorm | None,
+    forward: GpuForward,
+    into: Tensor | None = None,
+    floats: Tensor | None = None,
 ) -> Tensor:
-    """Do as `multiply` with a whole MLP: x [M, hidden], through the norm, or codes for its first matrix."""
-    codes = _gated(body, x, norm)
-    if codes is not None:
-        return multiply(body.down_proj, codes, dtype, into=into)
-    wide = multiply(body.gate_up_proj, x, dtype, norm=norm)
-    return multiply(body.down_proj, wide, dtype, glu=body.config.glu, into=into)
+    """Do as `adapted_product` with a whole MLP: x [M, hidden], through the norm, or codes for its first matrix."""
+    if not forward.changes(*body.linears):
+        codes = _gated(body, x, norm)
+        if codes is not None:
+            return multiply(body.down_proj, codes, forward.dtype, into=into)
+    wide = adapted_product(body.gate_up_proj, x, forward, norm=norm, floats=floats)
+    return adapted_product(body.down_proj, wide, forward, glu=body.config.glu, into=into)
 
 
 def run_block(
@@ -143,12 +186,12 @@ def run_block(
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None
     if isinstance(body, MLP):
-        y = run_mlp(body, x, norm_in, forward.dtype, into)
+        y = run_mlp(body, x, norm_in, forward, into)
     elif isinstance(body, DeltaNet):
-        y = multiply(body.out_proj, _taken_in(body, norm_in, x, forward), forward.dtype, into=into)
+        y = adapted_product(body.out_proj, _taken_in(body, norm_in, x, forward), forward, into=into)
     else:
-        qkv = multiply(body.qkv_proj, x, forward.dtype, norm=norm_in)
-        y = multiply(body.o_proj, _mixed(body, qkv, forward), forward.dtype, into=into)
+        qkv = adapted_product(body.qkv_proj, x, forward, norm=norm_in)
+        y = adapted_product(body.o_proj, _mixed(body, qkv, forward), forward, into=into)
     if norm_out is not None:
         activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
 
@@ -160,8 +203,10 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
     own_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     gates = torch.empty((M, 2 * shape.value_heads), device=x.device)
     logits_of(x, RouterWeights(body.gates_proj.tensors["weight"], norm=own_norm, eps=eps), gates).run()
-    wide = multiply(body.in_proj, x, forward.dtype, norm=norm)
-    out = _before(body.out_proj, M, shape.value_heads, shape.value_dim)
+    if forward.adapters is not None and forward.changes(body.gates_proj):
+        forward.adapters.add(body.gates_proj.name, floats_of(x, x.shape[1], norm), gates)
+    wide = adapted_product(body.in_proj, x, forward, norm=norm)
+    out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
     store = forward.batch.segments[0].kv.state
     assert store is not None, "its layer keeps a state"
     begin = store.states.layer(body.layer).data_ptr() - store.states.address(x.device)
@@ -170,10 +215,11 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
     return out
 
 
-def _before(linear: Linear, rows: int, heads: int, head_dim: int) -> Tensor | Codes:
-    """Return room for heads that a matrix is multiplied with: codes for it where they fill its groups, else floats."""
+def _before(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:
+    """Return room for heads that a matrix is multiplied with: codes for it where they fill its groups and no adapter
+    takes them, else floats."""
     packed = linear.packed
-    if packed is not None and can_code(head_dim, packed.group):
+    if packed is not None and can_code(head_dim, packed.group) and not forward.changes(linear):
         return Codes.of(rows, packed)
     return torch.empty((rows, heads * head_dim), device=linear.device)
 
@@ -200,7 +246,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         growth=None if config.growth is None else config.growth.beta,
         growth_length=1 if config.growth is None else config.growth.length,
     )
-    q, mixed = torch.empty((M, H, D), device=qkv.device), _before(body.o_proj, M, H, D)
+    q, mixed = torch.empty((M, H, D), device=qkv.device), _before(body.o_proj, M, H, D, forward)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
     launches = attend(
         q,

@@ -45,7 +45,8 @@ class Adapter:
     """An adapter that was loaded for one model.
 
     digest: of all that it computes with.
-    parts: what torch's operators compute with, by the layer; on its device, or brought there at first use.
+    parts: what torch's operators and a GPU's kernels compute with, by the layer; on its device, or brought there at
+        first use.
     records: the same for the CPU's native steps. A layer is in one of the two.
     """
 

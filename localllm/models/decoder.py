@@ -161,11 +161,16 @@ class Decoder:
         return tuple(block.device for block in self.blocks if isinstance(block.body, DeltaNet))
 
     def embedded(self, batch: Batch) -> Tensor:
-        """[T, hidden] on the embedding's device. What tokens have for each layer is looked up, too."""
-        self.look_up_per_layer(batch)
-        x = self.embed(moved(batch.token_ids, self.embed.device))
+        """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,
+        too."""
+        x = self.looked_up(batch)
         add_to_embedding(self.embed, batch, x)
         return x
+
+    def looked_up(self, batch: Batch) -> Tensor:
+        """Return what `embedded` does, without adapters."""
+        self.look_up_per_layer(batch)
+        return self.embed(moved(batch.token_ids, self.embed.device))
 
     def look_up_per_layer(self, batch: Batch) -> None:
         """Have the batch carry the embeddings of its tokens for each layer, if there are any."""

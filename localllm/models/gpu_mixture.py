@@ -19,7 +19,7 @@ from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.routing import RouterWeights, Routes, route
 from localllm.kernels.packed_matrix import packed_matrix
 from localllm.kernels.sizes import Weights
-from localllm.layers.gpu_block import GpuForward, run_mlp
+from localllm.layers.gpu_block import GpuForward, floats_of, run_mlp
 from localllm.layers.moe import MoE
 from localllm.layers.norm import RMSNorm
 from localllm.models.capabilities import is_for_gpu
@@ -67,7 +67,7 @@ def run_mixture(
     def add(y: Tensor, *, adds: bool) -> None:
         run_all(mixture(dispatch_for(x.device), codes, routes, table, y, adds=adds))
 
-    add_mixed(body, add, norm_out, codes, routes, x, forward)
+    add_mixed(body, add, (norm_in, norm_out), codes, routes, x, forward)
 
 
 def new_routes(body: MoE, rows: int, device: torch.device) -> Routes:
@@ -95,24 +95,35 @@ def routed(body: MoE, norm: RMSNorm | None, x: Tensor, forward: GpuForward, rout
 
 
 def add_mixed(
-    body: MoE, add: AddExperts, norm: RMSNorm | None, codes: Codes, routes: Routes, x: Tensor, forward: GpuForward
+    body: MoE,
+    add: AddExperts,
+    norms: tuple[RMSNorm | None, RMSNorm | None],
+    codes: Codes,
+    routes: Routes,
+    x: Tensor,
+    forward: GpuForward,
 ) -> None:
-    """x fp32 [M, hidden] += norm(what `add` makes of the chosen experts, and what all tokens share)."""
+    """x fp32 [M, hidden] += norm_out(what `add` makes of the chosen experts, and what all tokens share). norms: the one
+    with which `routed` made the codes, and norm_out."""
+    norm_in, norm = norms
+    is_changed = body.shared is not None and forward.changes(*body.shared.linears)
+    floats = floats_of(x, x.shape[1], norm_in) if is_changed else None
     y = x if norm is None else torch.empty_like(x)
     add(y, adds=norm is None)
     if body.shared is not None:
-        _add_shared(body, codes, routes, y, forward)
+        _add_shared(body, codes, routes, y, forward, floats)
     if norm is not None:
         activations.to_floats(y, x, x.shape[1], weight=norm.weight, eps=norm.eps, adds=True).run()
 
 
-def _add_shared(body: MoE, codes: Codes, routes: Routes, y: Tensor, forward: GpuForward) -> None:
-    """y fp32 [M, hidden] += what all tokens share, by each one's gate where there is one."""
+def _add_shared(body: MoE, codes: Codes, routes: Routes, y: Tensor, forward: GpuForward, floats: Tensor | None) -> None:
+    """y fp32 [M, hidden] += what all tokens share, by each one's gate where there is one. floats: what the codes were
+    made of, for adapters."""
     assert body.shared is not None
     if body.shared_gate is None:
-        run_mlp(body.shared, codes, None, forward.dtype, into=y)
+        run_mlp(body.shared, codes, None, forward, y, floats)
         return
-    shared = run_mlp(body.shared, codes, None, forward.dtype)
+    shared = run_mlp(body.shared, codes, None, forward, floats=floats)
     y.addcmul_(shared, routes.gates.sigmoid())
 
 

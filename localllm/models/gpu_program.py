@@ -2,8 +2,9 @@
 
 Blocks that rest on the device run here; one that the host computes, or in a way that no kernel knows, runs as `Decoder`
 has it, between two graphs. A block that is streamed has a graph of its own: its place in the ring is always the same.
-A forward of many tokens launches the same kernels one by one. Every row of a short forward is computed alike, however
-many there are: batches and the verification of drafts give the bits of a single token.
+A forward of many tokens launches the same kernels one by one, and so does one of rows with adapters. Every row of a
+short forward is computed alike, however many there are: batches and the verification of drafts give the bits of a
+single token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,9 +27,11 @@ from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
 from localllm.layers.delta_net import DeltaNet
-from localllm.layers.gpu_block import GpuForward, multiply, run_block
+from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
+from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
+from localllm.layers.low_rank import Adapter, AppliedAdapter
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm, as_rms
@@ -124,6 +128,7 @@ class GpuProgram:
         self._long_stage = HostStage(self.device)
         self._num_draws = 0
         self._joined_runs: tuple[_Run, ...] | None = None
+        self._adds: WeakKeyDictionary[Adapter, bool] = WeakKeyDictionary()
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
@@ -140,7 +145,8 @@ class GpuProgram:
         computed, behind several."""
         if max(map(len, batches)) > product.dispatch_for(self.device).most_rows:
             return self.decoder.forward(batches, on_block)
-        if len(batches) == 1 and not (on_block is not None and sees_each):
+        is_plain = len(batches) == 1 and not batches[0].adapted_segments
+        if is_plain and not (on_block is not None and sees_each):
             batch = batches[0]
             if self.has_pages([segment.kv for segment in batch.segments]):
                 if len(batch) <= product.FEW_ROWS:
@@ -170,6 +176,18 @@ class GpuProgram:
     def computes_all(self, kvs: Sequence[KVStore]) -> bool:
         """Return whether every block is for our kernels, with the keys and values where they are."""
         return all(is_ours(block, self.device, kvs[0]) for block in self.decoder.blocks)
+
+    def adds(self, adapters: Iterable[AppliedAdapter]) -> bool:
+        """Return whether our kernels add what these adapters change, but for what is in blocks of operators."""
+        for each in adapters:
+            if each.adapter not in self._adds:
+                self._adds[each.adapter] = self._adds_all_of(each.adapter)
+        return all(self._adds[each.adapter] for each in adapters)
+
+    def _adds_all_of(self, adapter: Adapter) -> bool:
+        own = tuple(f"{block.name}." for block in self.decoder.blocks if is_ours(block, self.device))
+        left = (site for site in adapter.parts if site not in self._adapters.sites)
+        return not adapter.records and not any(site.startswith(own) for site in left)
 
     # A few rows
 
@@ -284,11 +302,15 @@ class GpuProgram:
             shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
             tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
             tables.fill(batch, self._groups(batch), tokens)
-            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype))
+            adapters = self._adapters.rows_of(batch)
+            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype, adapters))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
         with decoder.stream.held(EMBED):
             for forward, x in zip(forwards, states, strict=True):
-                self._embed(forward.tables.views["token_ids"], forward.batch, x, is_ours=self._embeds)
+                token_ids = forward.tables.views["token_ids"]
+                self._embed(token_ids, forward.batch, x, is_ours=self._embeds)
+                if forward.adapters is not None and forward.adapters.changes(EMBED):
+                    forward.adapters.add_to_embedding(forward.batch, token_ids, decoder.embed.scale, x)
         for block in decoder.blocks:
             with decoder.stream.held(block.name):
                 for forward, x in zip(forwards, states, strict=True):
@@ -298,9 +320,27 @@ class GpuProgram:
                         x.copy_(self._by_operators(block, x, forward))
                     if on_block is not None:
                         on_block(block, x)
-        wanted = torch.cat([x[moved(b.logit_rows, self.device)] for b, x in zip(batches, states, strict=True)])
         with decoder.stream.held(HEAD):
+            return self._logits_of(forwards, states)
+
+    def _logits_of(self, forwards: Sequence[GpuForward], states: Sequence[Tensor]) -> Tensor:
+        """states: fp32 [M, hidden] of each forward."""
+        batches = [forward.batch for forward in forwards]
+        rows = [moved(batch.logit_rows, self.device) for batch in batches]
+        wanted = torch.cat([x[own] for x, own in zip(states, rows, strict=True)])
+        if not any(batch.adapted_segments for batch in batches):
             return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
+        if not self._has_head:
+            return moved(self.decoder.logits(wanted.to(self.decoder.dtype), batches), self.device)
+        logits = torch.cat([self._product_with_head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
+        first = 0
+        for forward, own in zip(forwards, rows, strict=True):
+            part = slice(first, first + len(own))
+            if len(own) and forward.adapters is not None and forward.adapters.changes(HEAD):
+                floats = floats_of(wanted[part], wanted.shape[1], as_rms(self.decoder.final_norm))
+                forward.adapters.of_rows(own).add(HEAD, floats, logits[part])
+            first += len(own)
+        return self.decoder.capped(logits)
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
@@ -320,14 +360,22 @@ class GpuProgram:
             assert packed is not None, "`_embeds` said so"
             embed(packed.qweight, packed.scale, token_ids, x, factor, packed.bias, packed.table).run()
         else:
-            x[: len(batch)] = moved(self.decoder.embedded(batch), self.device)
+            x[: len(batch)] = moved(self.decoder.looked_up(batch), self.device)
 
     def _head(self, x: Tensor) -> Tensor:
         """x fp32 [R, hidden] -> fp32 [R, V]."""
+        if not self._has_head:
+            return moved(self.decoder.logits(x.to(self.decoder.dtype), ()), self.device)
+        return self.decoder.capped(self._product_with_head(x))
+
+    def _product_with_head(self, x: Tensor) -> Tensor:
         decoder = self.decoder
-        if decoder.head.device != self.device or isinstance(decoder.final_norm, LayerNorm):
-            return moved(decoder.logits(x.to(decoder.dtype), ()), self.device)
-        return decoder.capped(multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float())
+        return multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float()
+
+    @property
+    def _has_head(self) -> bool:
+        """Return whether the head, and the norm before it, are for our kernels."""
+        return self.decoder.head.device == self.device and not isinstance(self.decoder.final_norm, LayerNorm)
 
     def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:
         norms, body = (as_rms(block.norm_in), as_rms(block.norm_out)), block.body
@@ -362,6 +410,17 @@ class GpuProgram:
         graph."""
         ours = (block for block in self.decoder.blocks if is_ours(block, self.device) and not is_slotted(block))
         return {block.name: table_of(block.body) for block in ours if isinstance(block.body, MoE)}
+
+    @cached_property
+    def _adapters(self) -> AdapterTables:
+        """The adapters that rows have, of what our kernels compute, of the embedding, and of the head where it is."""
+        dtypes = {EMBED: self.decoder.dtype, **({HEAD: self.decoder.dtype} if self._has_head else {})}
+        for block in self.decoder.blocks:
+            if is_ours(block, self.device):
+                dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
+                if isinstance(block.body, DeltaNet):
+                    dtypes[block.body.gates_proj.name] = torch.float32
+        return AdapterTables(dtypes, self.device)
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ class SlottedMixtures:
             def add(y: Tensor, *, adds: bool) -> None:
                 run_all(mixed(dispatch, room.inner, room.routes, table, y, adds=adds, elsewhere=room.elsewhere))
 
-            add_mixed(body, add, as_rms(block.norm_out), room.codes, room.routes, x, forward)
+            norms = as_rms(block.norm_in), as_rms(block.norm_out)
+            add_mixed(body, add, norms, room.codes, room.routes, x, forward)
 
     def before(self, part: BlockPart) -> None:
         """Called before a part is launched, in a graph or not."""

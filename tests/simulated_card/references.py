@@ -15,7 +15,18 @@ from torch.nn import functional
 
 from localllm.kernels import delta_rule, int8, kv_page, noise, reference, tile16
 from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights
-from localllm.kernels.gpu import activations, attention, delta, embedding, experts, product, rope, routing, sample
+from localllm.kernels.gpu import (
+    activations,
+    attention,
+    delta,
+    embedding,
+    experts,
+    low_rank,
+    product,
+    rope,
+    routing,
+    sample,
+)
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
 from localllm.kernels.gpu.delta import DeltaTables
@@ -234,6 +245,34 @@ def _embed(
     x.copy_(PackedMatrix(qweight, scale, bias, table).rows(token_ids.clamp(min=0), x.shape[1]) * factor)
 
 
+def _shrink(card: SimulatedCard, uses: Tensor, site: int, x: Tensor, t: Tensor, dtype: torch.dtype) -> None:
+    for row, slot, scale, (a, _, rank, _, _) in _parts_of_rows(card, uses, site, t):
+        matrix = card.bytes_at(a, rank * x.shape[1] * dtype.itemsize).view(dtype).view(rank, -1)
+        t[row, slot, :rank] = (matrix.double() @ x[row].double()) * scale
+
+
+def _expand(card: SimulatedCard, uses: Tensor, site: int, t: Tensor, y: Tensor, dtype: torch.dtype) -> None:
+    for row, slot, _, (_, b, rank, first, rows) in _parts_of_rows(card, uses, site, t):
+        matrix = card.bytes_at(b, rank * rows * dtype.itemsize).view(dtype).view(rows, rank)
+        y[row, first : first + rows] += matrix.double() @ t[row, slot, :rank].double()
+
+
+def _parts_of_rows(
+    card: SimulatedCard, uses: Tensor, site: int, t: Tensor
+) -> Iterator[tuple[int, int, float, list[int]]]:
+    """Yield row, slot of t, scale and record of each part that a row has."""
+    most_parts, words = t.shape[1] // uses.shape[1], len(low_rank.RECORD_WORDS)
+    for row, own in enumerate(uses.tolist()):
+        for use, (table, parts, bits) in enumerate(own):
+            records = card.bytes_at(table + 8 * words * site * parts, 8 * words * parts) if table else None
+            for part, record in enumerate(
+                [] if records is None else records.view(torch.int64).view(parts, -1).tolist()
+            ):
+                scale = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+                if record[2]:
+                    yield row, use * most_parts + part, scale, record
+
+
 def _rope_store(
     card: SimulatedCard,
     qkv: Tensor,
@@ -384,6 +423,8 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     activations.to_codes: _to_codes,
     activations.to_floats: _to_floats,
     embedding.embed: _embed,
+    low_rank.shrink: _shrink,
+    low_rank.expand: _expand,
     rope.rope_store: _rope_store,
     attention.attend: _attend,
     sample.sample: _sample,

@@ -13,7 +13,7 @@ from torch.nn import functional
 from triton.errors import TritonError
 
 from localllm.kernels import int8, reference, tile16
-from localllm.kernels.gpu import activations, embedding, gemm, gemv, routing, sample
+from localllm.kernels.gpu import activations, embedding, gemm, gemv, low_rank, routing, sample
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cases
 from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
@@ -102,6 +102,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
     for each in dict.fromkeys((INT8, *weights)):
         yield from _taken(f"an embedding of {each.name}", _embedded(device, each, sizes))
     yield from _taken("drawn tokens", _drawn(device))
+    for dtype in dict.fromkeys((*(heads.dtype for heads in sizes.attention), torch.float32)):
+        yield from _taken(f"adapters in {dtype}", _adapted(device, dtype, sizes))
     for shape in sizes.deltas:
         yield from _taken(f"a delta rule of {shape}", delta_cases(device, shape, weights))
     for heads in sizes.attention:
@@ -355,3 +357,37 @@ def _drawn(device: torch.device) -> Iterator[Case]:
     likely = noisy[1].masked_fill(scores[3] < -0.5, -torch.inf)
     right = [int(logits[0].argmax()), sample.NOT_FINITE, int(noisy[0].argmax()), int(likely.argmax())]
     yield Case("drawn tokens", float(tokens.tolist() != right), 0)
+
+
+def _adapted(device: torch.device, dtype: torch.dtype, sizes: CheckSizes) -> Iterator[Case]:
+    """Of two adapters in the second site of their tables, the one with two parts; each row must have the bits that it
+    has alone."""
+    scales, rows = (0.5, -2.0), sizes.N // 2
+    parts = [[(16, 0, sizes.N)], [(3, 0, rows), (40, rows, sizes.N - rows)]]  # ranks, and the rows of each
+    pairs, tables, right = list[Tensor](), list[Tensor](), list[Tensor]()
+    x, y = torch.randn((3, sizes.K), device=device), torch.randn((4, sizes.N), device=device)
+    for own, scale in zip(parts, scales, strict=True):
+        records = torch.zeros((2, len(own), len(low_rank.RECORD_WORDS)), dtype=torch.int64)
+        added = torch.zeros((3, sizes.N), dtype=torch.float64)
+        for number, (rank, first, count) in enumerate(own):
+            a = (torch.randn((rank, sizes.K)) * sizes.K**-0.5).to(device, dtype)
+            b = torch.randn((count, rank)).to(device, dtype)
+            records[1, number] = torch.tensor((a.data_ptr(), b.data_ptr(), rank, first, count))
+            added[:, first : first + count] = scale * (x.cpu().double() @ a.cpu().double().T @ b.cpu().double().T)
+            pairs += (a, b)
+        tables.append(records.to(device))
+        right.append(added)
+    bits = torch.tensor(scales).view(torch.int32).tolist()
+    one, two = ((table.data_ptr(), table.shape[1], word) for table, word in zip(tables, bits, strict=True))
+    none = (0, 0, 0)
+    uses = torch.tensor([[one, two], [none, none], [two, none]], device=device)
+    before, t = y.clone(), low_rank.new_ranks(uses, 2, 40)
+    run_all([low_rank.shrink(uses, 1, x, t, dtype), low_rank.expand(uses, 1, t, y[:3], dtype)])
+    expected = before.cpu().double()
+    expected[0] += right[0][0] + right[1][0]
+    expected[2] += right[1][2]
+    yield Case(f"adapters in {dtype}", error_of(y, expected), EXACT * 10)
+    yield Case(f"adapters in {dtype}: rows without any", float((y[1::2] != before[1::2]).sum()), 0)
+    alone, t = before[2:3].clone(), low_rank.new_ranks(uses[2:, :1], 2, 40)
+    run_all([low_rank.shrink(uses[2:, :1], 1, x[2:], t, dtype), low_rank.expand(uses[2:, :1], 1, t, alone, dtype)])
+    yield Case(f"adapters in {dtype}: bits of one", float((alone != y[2:3]).sum()), 0)
