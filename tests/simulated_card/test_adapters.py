@@ -85,3 +85,12 @@ def test_adapters_move_with_their_blocks_while_answers_are_written(schedule, ada
             if number % 5 == 4:
                 engine.residency.move(blocks(packed, next(placements)))
         assert list(texts.values()) == expected and added
+
+
+@pytest.mark.slow
+def test_the_kernels_themselves_write_the_text_of_operators(adapted, expected, simulated_card):
+    packed, requests = adapted
+    with simulated_card(CardConfig("lazy"), "interpreted"), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "mixed"), 8)
+        texts = [heard.token_ids for heard in answered(packed.engine(placed), requests[0], requests[3])]
+        assert texts == [expected[0], expected[3]]
