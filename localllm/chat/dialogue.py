@@ -20,7 +20,7 @@ from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
 
-_SET = Origin("flag", "/set")
+IN_CHAT = Origin("flag", "/set")  # of a setting that was changed in the chat
 _THOUGHT = "reasoning_content"  # of a message in a file
 # The settings that `/set` can change while a model is loaded.
 SETTABLE = taken_by("/set")
@@ -157,14 +157,14 @@ class Dialogue:
         except SettingsError as error:
             error.fix = f"/set {key} {SETTINGS[key].accepts.likeliest(text) or '-'}"
             raise
-        self.resolved = self.resolved.overlaid({key: (value, _SET)})
+        self.resolved = self.resolved.overlaid({key: (value, IN_CHAT)})
         return value
 
     def use(self, resolved: ResolvedSettings) -> None:
         """Take another model's settings; those that `set` has changed stay."""
         self._begun_with = resolved
-        changed = [name for name, origin in self.resolved.origins.items() if origin == _SET]
-        self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), _SET) for name in changed})
+        changed = [name for name, origin in self.resolved.origins.items() if origin == IN_CHAT]
+        self.resolved = resolved.overlaid({name: (getattr(self.resolved.settings, name), IN_CHAT) for name in changed})
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Write the messages in the form of `run --messages`. Raises UsageError, ExistsError."""

@@ -10,15 +10,16 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from localllm.chat.adapters import on_disk, shown, used, with_adapters
 from localllm.chat.answer import Answer, Piece
 from localllm.chat.attachments import typed_part
-from localllm.chat.dialogue import Dialogue, Message
+from localllm.chat.dialogue import IN_CHAT, Dialogue, Message
 from localllm.chat.text_file import write_new
 from localllm.chat.thoughts import kept_apart
 from localllm.engine.events import Event
@@ -37,7 +38,7 @@ from localllm.history import (
     nothing_is_kept,
     title_of,
 )
-from localllm.history.records import IN_THOUGHT
+from localllm.history.records import IN_THOUGHT, adapter_facts, used_adapters
 from localllm.runtime.selection import Selection
 
 _MOST_NAMED = 50  # characters of a title in a file's name
@@ -64,18 +65,39 @@ class Resumed:
     turns: the messages that it shows, each with its number in the history.
     is_cut: the last message is an answer that did not end.
     thinking: the turns that are answers beginning in a thought.
+    adapters: with which the last answer was computed, as the setting names them; None where there is no answer.
     """
 
     session: Session
     turns: tuple[tuple[Message, int], ...]
     is_cut: bool
     thinking: tuple[Message, ...] = ()
+    adapters: tuple[str, ...] | None = None
 
     def restore(self, dialogue: Dialogue, system: str | None) -> None:
         """Put the chat into an empty dialogue. system: the message that was typed in place of the chat's own."""
         dialogue.system = self.session.system if system is None else system
         dialogue.turns = [turn for turn, _ in self.turns]
         dialogue.thinking = list(self.thinking)
+
+    def adapters_for(self, model: str, warn: Callable[[str], object]) -> tuple[str, ...] | None:
+        """Return the adapters of the last answer that are on this disk; None where there is no answer, or another model
+        gave it. model: the one that goes on with the chat. warn: called with what is left out."""
+        if self.adapters and self.session.model != model:
+            gave_it = self.session.model
+            warn(f"its last answer was given by {gave_it} with {shown(self.adapters)}: {model} goes on without that")
+        if self.adapters is None or self.session.model != model:
+            return None
+        return on_disk(self.adapters, warn)
+
+    def under_its_adapters(self, selection: Selection, warn: Callable[[str], object]) -> Selection:
+        """Return the selection with the adapters of the last answer, unless the line, or a preset on it, names others.
+        warn: as of `adapters_for`."""
+        origin = selection.resolved.origins["adapter"]
+        if origin != IN_CHAT and origin.kind in ("flag", "preset"):
+            return selection
+        texts = self.adapters_for(selection.model_name, warn)
+        return selection if texts is None else replace(selection, resolved=with_adapters(selection.resolved, texts))
 
 
 @contextmanager
@@ -104,7 +126,9 @@ def look_up(notifier: Notifier, word: str, message: int | None = None) -> Resume
             path = history.branch(message) or path
     turns = tuple((message.as_turn, message.number) for message in path)
     thinking = tuple(turn for (turn, _), message in zip(turns, path, strict=True) if message.begins_in_thought)
-    return Resumed(session, turns, bool(path) and path[-1].state != "complete", thinking)
+    last = next((message for message in reversed(path) if message.role == "assistant"), None)
+    adapters = None if last is None else tuple(each.text for each in used_adapters(last.facts))
+    return Resumed(session, turns, bool(path) and path[-1].state != "complete", thinking, adapters)
 
 
 def recorder_of(
@@ -216,7 +240,7 @@ class ChatRecorder:
         An error in the block is raised again: the answer so far stays, and a question without any is taken back.
         """
         is_thinking = answer.begins_in_thought
-        facts = {IN_THOUGHT: True} if is_thinking else {}
+        facts = {**({IN_THOUGHT: True} if is_thinking else {}), **self._adapter_facts}
         record = AnswerRecording(answer, None)
         try:
             self.sync()
@@ -237,6 +261,13 @@ class ChatRecorder:
         if record.answer.text or _is_whole(record.answer):  # else stopped before the first word: the question waits
             self.dialogue.answer(record.answer.text, is_thinking=is_thinking)
             self._end_answer(record.recording, record.answer, facts)
+
+    @property
+    def _adapter_facts(self) -> dict[str, Any]:
+        """The adapters of an answer that begins; they were found when it was asked for."""
+        with suppress(LocalLLMError):  # gone since
+            return adapter_facts([used(text) for text in self.dialogue.resolved.settings.adapter])
+        return {}
 
     def _end_answer(self, recording: Recording | None, answer: Answer | None, facts: Mapping[str, Any]) -> None:
         """Record the end of the answer that is the last turn. answer: None where an error ended it."""

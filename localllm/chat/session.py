@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localllm.cache.page_folder import PAGE_TOKENS
+from localllm.chat.adapters import lasting, left_out, shown, with_adapters
 from localllm.chat.answer import Answer, context_used
 from localllm.chat.attachments import Attachment, FileReader, kept_files
 from localllm.chat.context import (
@@ -45,6 +47,7 @@ from localllm.chat.tool_words import adapted
 from localllm.config import shown_setting
 from localllm.errors import (
     ContextOverflowError,
+    EngineGoneError,
     Fix,
     LocalLLMError,
     SettingsError,
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
     from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.events import FinishedEvent
-    from localllm.engine.request import Request
+    from localllm.engine.request import AdapterRef, Request
     from localllm.runtime.engine_handle import EngineHandle, RequestStream
     from localllm.text.chat_template import ChatInput
     from localllm.text.eviction import Evicted
@@ -75,6 +78,7 @@ class PendingTurn:
     said: the beginning of an answer that is continued, the last num_said_ids of the prompt.
     thinking: how thoughts are told apart.
     note: a notice about a setting, given once.
+    is_switched: the answer before was computed with other adapters.
     """
 
     request: Request
@@ -84,6 +88,7 @@ class PendingTurn:
     num_said_ids: int = 0
     thinking: Thinking = NO_THOUGHTS
     note: str = ""
+    is_switched: bool = False
 
     @property
     def notices(self) -> list[str]:
@@ -130,7 +135,7 @@ class ChatSession:
         self._notifier = notifier
         self._extra = extra
         self._system = selection.settings.system if system is None else system  # of a new conversation
-        self.dialogue = Dialogue(selection.resolved, self._system)
+        self.dialogue = Dialogue(lasting(selection.resolved), self._system)
         if resumed is not None:
             resumed.restore(self.dialogue, system)
         self.recorder = recorder_of(self.dialogue, notifier, selection, resumed)
@@ -144,6 +149,8 @@ class ChatSession:
         self._meter = ContextMeter()
         self._noted = ""  # the last notice about the setting `think`
         self._files = FileReader(self.engine, self._notifier.note)
+        # What the loaded engine computed last, by the adapters it did so with: keys and values belong to these.
+        self._computed: dict[tuple[AdapterRef, ...], tuple[int, ...]] = {}
 
     # The model
 
@@ -164,12 +171,80 @@ class ChatSession:
         before, self.selection = self.selection.settings.system, selection
         self.engine = self.pending = None
         self._reset()
-        self.dialogue.use(selection.resolved)
+        self.dialogue.use(lasting(selection.resolved))
         self.recorder.use_model(selection.model_name)
         if (system := selection.settings.system) != before:
             self._system = system
             if not self.dialogue.turns:
                 self.dialogue.system = system
+
+    # Adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters of the next answers, as the setting names them."""
+        return self.dialogue.resolved.settings.adapter
+
+    @property
+    def _adapter_refs(self) -> tuple[AdapterRef, ...]:
+        return Selection(self.selection.files, self.dialogue.resolved).adapters()
+
+    def use_adapters(self, texts: Sequence[str]) -> str:
+        """Compute the next answers with these, and return what that costs: "1,240 tokens of this chat are computed
+        anew"; "" for an empty chat. Raises what is wrong with one of them; those before stay then."""
+        before = self.dialogue.resolved
+        self.dialogue.resolved = with_adapters(before, texts)
+        try:
+            self.check_adapters()
+            return self._cost_of_adapters() if self.engine is not None and self.dialogue.turns else ""
+        except LocalLLMError:
+            self.dialogue.resolved = before
+            raise
+
+    def check_adapters(self) -> None:
+        """Raise what is wrong with one of the adapters, for the loaded model where there is one."""
+        from localllm.engine.request import Request
+
+        if (refs := self._adapter_refs) and self.engine is not None:
+            self.engine.check(Request((0,), adapters=refs))
+
+    def drop_unfit_adapters(self) -> None:
+        """Go on without the adapters that the loaded model cannot have; a warning names each."""
+        wanted = self.adapters
+        kept: list[str] = []
+        for text in wanted:
+            self.dialogue.resolved = with_adapters(self.dialogue.resolved, [*kept, text])
+            try:
+                self.check_adapters()
+            except EngineGoneError:
+                raise
+            except LocalLLMError as error:
+                self._notifier.warn(left_out(text, error))
+            else:
+                kept.append(text)
+        if len(kept) < len(wanted):
+            self.dialogue.resolved = with_adapters(self.dialogue.resolved, kept)
+
+    def _cost_of_adapters(self) -> str:
+        """Return how many tokens of the chat have no keys and values of the present adapters yet."""
+        ids = self._encode(without(self.dialogue.messages, self.dialogue.num_out))
+        known = self._computed.get(self._adapter_refs, ())
+        pairs = zip(ids, known, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(known)))
+        num_known = same - same % PAGE_TOKENS
+        anew = f"{len(ids) - num_known:,} tokens of this chat are computed anew"
+        return f"{anew}, the first {num_known:,} were computed with the same before" if num_known else anew
+
+    def resume_adapters(self, resumed: Resumed) -> None:
+        """Go on with the adapters of the last answer of a chat that was opened, where this model gave it."""
+        before, texts = self.adapters, resumed.adapters_for(self.selection.model_name, self._notifier.warn)
+        if texts is None:
+            return
+        self.dialogue.resolved = with_adapters(self.dialogue.resolved, texts)
+        if self.engine is not None:
+            self.drop_unfit_adapters()
+        if self.adapters != before:
+            self._notifier.note(f"adapters: {shown(self.adapters) or 'none'}, as of its last answer")
 
     # Questions and answers
 
@@ -219,6 +294,8 @@ class ChatSession:
             raise
         finally:
             self.answer = answer
+            if answer.finished is not None:
+                self._computed[pending.request.adapters] = (*pending.request.prompt_ids, *answer.token_ids)
 
     @contextmanager
     def regenerating(self) -> Iterator[None]:
@@ -291,7 +368,8 @@ class ChatSession:
         note = self._effort.note if self._effort.note != self._noted else ""
         self._noted = self._effort.note
         self.answer = None
-        self.pending = PendingTurn(request, fitted.evicted, why, said, num_said, thinking, note)
+        is_switched = self.pending is not None and self.pending.request.adapters != request.adapters
+        self.pending = PendingTurn(request, fitted.evicted, why, said, num_said, thinking, note, is_switched)
         return self.pending
 
     def _begun(self, said: str) -> str:
@@ -381,6 +459,8 @@ class ChatSession:
         cached, total = finished.usage.cached_tokens, finished.usage.prompt_tokens
         line = f"{cached} of the last prompt's {total} tokens were found, the others computed"
         explanation = self.pending.explained(finished)
+        if self.pending.is_switched:
+            line += "; those of the answer before belong to its adapters"
         return [line] if explanation is None else [line, str(explanation)]
 
     # The conversation
@@ -392,16 +472,18 @@ class ChatSession:
         self.dialogue.system = self._system
         self.recorder.begin_anew()
 
-    def open(self, resumed: Resumed) -> None:
-        """Put a saved chat in place of the present one."""
+    def open(self, resumed: Resumed) -> bool:
+        """Put a saved chat in place of the present one, and return whether it is another."""
         self.recorder.catch_up()
         self.recorder.close()
+        is_another = self.recorder.session_id != resumed.session.id
         waiting = list(self.dialogue.attached)
         self.dialogue.clear()
         resumed.restore(self.dialogue, None)
         self.dialogue.attached.extend(waiting)  # before the next question, which is now one of this chat
         self.recorder = recorder_of(self.dialogue, self._notifier, self.selection, resumed)
         self._reset()
+        return is_another
 
     def load(self, path: str) -> int:
         """Continue from messages in a file, and return their number. Raises UsageError."""

@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from localllm.chat import adapters
 from localllm.chat.context import usage_lines
 from localllm.chat.file_references import typed_paths
 from localllm.chat.session import ChatSession
-from localllm.errors import UsageError
+from localllm.errors import LocalLLMError, UsageError
 
 Action = Callable[[ChatSession, str], Sequence[str]]
 MODEL_DEFAULT = "the model's default"
@@ -57,9 +58,22 @@ def _set(session: ChatSession, text: str) -> list[str]:
     value = text[len(key) + 1 :].strip()
     if key == "think" and value:
         return _think(session, value)
+    if key == "adapter":
+        return _adapter(session, value)
     if value:
         session.dialogue.set(key, value)
     return session.settings_lines(key)
+
+
+def _adapter(session: ChatSession, words: str) -> list[str]:
+    if not words:
+        return adapters.lines(session.adapters, session.selection)
+    try:
+        cost = session.use_adapters(adapters.changed(session.adapters, words))
+    except LocalLLMError as error:
+        error.fix = [f"/adapter {fix.words[1]}" if fix.kind == "word" else fix for fix in error.fixes]
+        raise
+    return [f"adapters: {adapters.shown(session.adapters) or 'none'}", *([cost] if cost else [])]
 
 
 def _think(session: ChatSession, effort: str) -> list[str]:
@@ -81,6 +95,7 @@ def _show(session: ChatSession, _: str) -> list[str]:
     tokens = _tokens(session, "") if session.engine is not None else []
     return [
         f"model {files.name} in {files.gguf or files.directory}",
+        f"adapters: {adapters.shown(session.adapters) or 'none'}",
         *tokens,
         *_system(session, ""),
         *session.settings_lines(),
@@ -127,6 +142,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
     "model": Command("[NAME]", "show the model, or continue with another; the chat stays"),
+    "adapter": Command("[NAME[:SCALE]]", "list adapters (LoRA), or use one; + NAME adds, - NAME removes", _adapter),
     "preset": Command("save NAME", "save model, system message and changed settings as a preset", _preset),
     "set": Command("[KEY VALUE]", "show or change settings for the next answers; `-` resets one", _set),
     "think": Command("[on|off|LEVEL]", "how much to think before answering: low, medium, high; `-` resets it", _think),

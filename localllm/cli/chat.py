@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat import slash
+from localllm.chat.adapters import shown
 from localllm.chat.answer import statistics
 from localllm.chat.attachments import folded
 from localllm.chat.file_references import dropped
@@ -123,6 +124,7 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
             raise
     selection = _select(cli, flags["model"], flags, resumed)
     selection.sampling(extra_sampling(flags))  # what is wrong with it is said before the model is loaded
+    selection.adapters()
     own = load_settings(setting_flags(flags))  # without what a preset or a model adds: for models chosen later
     if not flags["plain"]:
         run_screen(cli, selection, own, flags, resumed)
@@ -136,6 +138,10 @@ def chat_command(context: typer.Context, **flags: Any) -> None:
         engine = load.wait()
         effort_of(selection.resolved, engine.template, "--think")  # raises UsageError for what cannot be had
         session.use_engine(load.handle, engine)
+        if flags["adapter"]:
+            session.check_adapters()
+        else:
+            session.drop_unfit_adapters()
         if resumed is not None:
             _show_resumed(cli.output, resumed)
         LineChat(cli, session, reader, engines, own, shows_statistics=flags["stats"]).run()
@@ -233,7 +239,7 @@ class LineChat:
         session = self._session  # whose recorder is another one behind /sessions ID
         if self._reader.interactive and (engine := session.engine) is not None:
             private = "private: nothing is saved; " if session.recorder.is_private else ""
-            name = session.selection.files.name
+            name = " + ".join(filter(None, (session.selection.files.name, shown(session.adapters))))
             self._output.note(f"{name}, context {engine.ctx} tokens; {private}/help, /bye")
         try:
             self._converse()
@@ -330,8 +336,10 @@ class LineChat:
             self._note([*listed(_LISTED), "/sessions ID goes on with one of them"])
             return
         resumed = look_up(self._output, word)
-        self._session.open(resumed)
+        is_another = self._session.open(resumed)
         _show_resumed(self._output, resumed)
+        if is_another:
+            self._session.resume_adapters(resumed)
         if (before := resumed.session.model) not in (None, self._session.selection.model_name):
             self._output.note(f"this chat was held with {before}: /model {before} goes on with that")
         if (too_long := self._session.too_long()) is not None:
@@ -386,6 +394,7 @@ class LineChat:
         engine = load.wait()
         self._session.use_model(selection)
         self._session.use_engine(load.handle, engine)
+        self._session.drop_unfit_adapters()
         self._cli.model = selection.files
 
     def _save(self, path: str) -> None:

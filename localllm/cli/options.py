@@ -71,6 +71,13 @@ def complete_sessions(incomplete: str) -> list[str]:
         return []
 
 
+def complete_adapters(incomplete: str) -> list[str]:
+    """Return the names of adapters on this disk that begin so."""
+    from localllm.hub.adapters import list_adapters
+
+    return _beginning(incomplete, (adapter.name for adapter in list_adapters()))
+
+
 def complete_connections(incomplete: str) -> list[str]:
     """Return the programs that begin so."""
     from localllm.runtime.client_configs import names
@@ -324,9 +331,10 @@ def setting_option(name: str) -> CommandParameter:
     """The flag of a setting."""
     row = SETTINGS[name]
     accepts, flags = row.accepts, row.flags or (flag_of(name),)
-    completion = completion_of(accepts)
+    choices = completion_of(accepts)
+    completion = complete_adapters if name == "adapter" else choices
     info = typer.Option(*flags, metavar=row.metavar, autocompletion=completion, help=row.help)
-    is_checked = accepts.kind in ("integer", "number") or completion is not None
+    is_checked = accepts.kind in ("integer", "number") or choices is not None
     kind, checked = _KINDS.get(accepts.kind, str), accepts if is_checked else None
     return _parameter(name, kind, info, accepts=checked, group=row.group, is_basic=row.is_basic)
 

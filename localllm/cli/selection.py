@@ -56,6 +56,17 @@ def select_resumed(
     again: the line that would go on with the chat by the built-in model. Raises what `select` does.
     """
     held_with = resumed.session.model if resumed is not None and word is None else None
+    selection = _select_resumed(cli, word, held_with, flags, again)
+    if resumed is None:
+        return selection
+    selection = resumed.under_its_adapters(selection, cli.output.warn)
+    cli.resolved = selection.resolved
+    return selection
+
+
+def _select_resumed(
+    cli: CliContext, word: str | None, held_with: str | None, flags: Mapping[str, Any], again: Fix | None
+) -> Selection:
     try:
         return select(cli, held_with or word, flags)
     except ModelNotFoundError as error:

@@ -20,7 +20,7 @@ from typing import Any
 from localllm.config import format_bytes, format_time
 from localllm.errors import Fix, UsageError
 from localllm.history import chatgpt
-from localllm.history.records import IN_THOUGHT, Conversation, Message, Said, Session, is_time
+from localllm.history.records import IN_THOUGHT, Conversation, Message, Said, Session, is_time, used_adapters
 
 FORMAT = "localllm-chats"
 FORMAT_VERSION = 1
@@ -137,7 +137,9 @@ def as_markdown(session: Session, path: Sequence[Message], apart: Apart) -> str:
         parts += ["## System", session.system]
     for message in path:
         thought, answer = told_apart(message, apart)
-        parts.append(f"## {({'user': 'You', 'assistant': 'Model'}).get(message.role, message.role.capitalize())}")
+        by_whom = {"user": "You", "assistant": "Model"}.get(message.role, message.role.capitalize())
+        adapters = " + ".join(each.shown for each in used_adapters(message.facts))
+        parts.append(f"## {by_whom} + {adapters}" if adapters else f"## {by_whom}")
         if thought.strip():
             parts.append("\n".join(f"> {line}".rstrip() for line in thought.strip("\n").splitlines()))
         if answer.strip("\n") or not thought.strip():

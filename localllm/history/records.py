@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, Literal, TypeGuard
 
 State = Literal["writing", "complete", "interrupted"]
 TITLE_CHARACTERS = 60
 PINNED = "pinned"  # among a session's facts
 IN_THOUGHT = "begins_in_thought"  # among a message's
+ADAPTERS = "adapters"  # among an answer's: with which it was computed
+
+
+@dataclass(frozen=True)
+class UsedAdapter:
+    """An adapter that an answer is computed with. name: by which it is found from any folder; a path or a name."""
+
+    name: str
+    scale: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """Return it as the setting `adapter` names it."""
+        number = f"{self.scale:g}"
+        return self.name if self.scale == 1 else f"{self.name}:{number if float(number) == self.scale else self.scale}"
+
+    @property
+    def shown(self) -> str:
+        """Return it for people: of a path the last part."""
+        path = PurePath(self.name)
+        name = (path.stem if path.suffix == ".gguf" else path.name) if path.is_absolute() else self.name
+        return replace(self, name=name).text
+
+
+def adapter_facts(adapters: Sequence[UsedAdapter]) -> dict[str, Any]:
+    """Return the facts of an answer that was computed with these."""
+    return {ADAPTERS: [{"name": each.name, "scale": each.scale} for each in adapters]} if adapters else {}
+
+
+def used_adapters(facts: Mapping[str, Any]) -> tuple[UsedAdapter, ...]:
+    """Return the adapters that the facts of an answer name; of an import they may be anything."""
+    rows = facts.get(ADAPTERS)
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    pairs = [(row.get("name"), row.get("scale", 1.0)) for row in rows]
+    return tuple(UsedAdapter(name, scale) for name, scale in pairs if isinstance(name, str) and is_time(scale))
 
 
 @dataclass(frozen=True)

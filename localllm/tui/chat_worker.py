@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import slash
+from localllm.chat.adapters import shown
 from localllm.chat.answer import Answer
 from localllm.chat.attachments import Attachment
 from localllm.chat.context import ContextUsage
@@ -36,6 +37,8 @@ from localllm.tui.model_loader import ModelLoader, Serve
 
 if TYPE_CHECKING:
     from localllm.offload.planner.plan import Plan
+
+_MOST_NOTED = 3  # lines of a command, each by itself
 
 
 class ChatWorker:
@@ -156,6 +159,8 @@ class ChatWorker:
             self._load(selection)
         except Exception as error:
             self._post(messages.ModelFailed(self._known_error(error)))
+        if resumed is not None:
+            resumed.under_its_adapters(selection, self.warn)  # once more: what was said before the screen is not seen
         if resumed is not None and session.recorder.is_private:
             self.note("private: new messages are not saved, and the saved chat stays as it is")
         self._post(messages.ChatStarted(past_questions(), machine_line()))
@@ -169,12 +174,15 @@ class ChatWorker:
         self.session.recorder.sync()
         self._show_and_count()
         if before == (dialogue.turns, dialogue.attached):
-            self.note("; ".join(lines))
+            for line in lines if len(lines) <= _MOST_NOTED else ["; ".join(lines)]:
+                self.note(line)
 
     def note_all(self) -> None:
         """Note the model, the system message and the settings, for `/show`."""
         files = self.session.selection.files
         self.note(f"model {files.name} in {files.gguf or files.directory}")
+        if adapters := shown(self.session.adapters):
+            self.note(f"adapters: {adapters}")
         self.command("system")
         self.command("set")
 
@@ -221,9 +229,12 @@ class ChatWorker:
         """Open a saved conversation with the loaded model. message: the number of the one to go to; is_chosen: as in
         `GoTo`."""
         session, resumed = self.session, look_up(self, word, message)
-        session.open(resumed)
+        is_another = session.open(resumed)
         self.answers.resume(resumed)
         self._show_and_count()
+        if is_another:
+            session.resume_adapters(resumed)
+            self._show()
         if (before := resumed.session.model) not in (None, session.selection.model_name):
             self.note(f"this chat was held with {before}: /model {before} goes on with that")
         self._warn_of_length()
@@ -307,7 +318,8 @@ class ChatWorker:
         thinking = frozenset(i for i, turn in enumerate(turns) if dialogue.begins_in_thought(turn))
         about = recorder.title, recorder.session_id, recorder.is_private
         ending = self.answers.ending_of(turns)
-        self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking))
+        adapters = shown(self.session.adapters)
+        self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking, adapters))
 
     def _count(self, num_said: int = 0) -> None:
         """Post the use of the context. num_said: tokens of a continued answer, which is not a turn meanwhile."""
@@ -335,6 +347,7 @@ class ChatWorker:
             if isinstance(found, Exception):
                 raise found
             self.session.use_engine(handle, found)
+            self.session.drop_unfit_adapters()
         except Exception as error:  # it cannot be loaded, or has no template
             handle.close()
             self._loader.handle = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from localllm.chat.slash import COMMANDS as SHARED
 from localllm.chat.slash import Command
+from localllm.hub.adapters import list_adapters
 
 COMMANDS: Mapping[str, Command] = {
     **{name: SHARED[name] for name in ("help", "system", "regen")},
@@ -20,7 +21,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("", "show where the model is placed, and how other settings would change that"),
     "save": SHARED["save"],
     "export": Command("PATH", "export the chat as Markdown (.md), or with all its branches (.json)"),
-    **{name: SHARED[name] for name in ("load", "preset")},
+    **{name: SHARED[name] for name in ("load", "adapter", "preset")},
     "set": SHARED["set"],
     "think": SHARED["think"],
     "show": Command("", "show model, context, system message and settings"),
@@ -31,8 +32,20 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+_ADAPTER = "/adapter "
+
+
+def _adapters(text: str) -> list[tuple[str, str]]:
+    """The adapters on this disk that begin as the last word does: (the completed line, the name)."""
+    before, _, begun = text.rpartition(" ")
+    names = [adapter.name for adapter in list_adapters() if adapter.name.casefold().startswith(begun.casefold())]
+    return [(f"{before} {name}", name) for name in sorted(names, key=len)]  # a whole one first, which enter sends
+
+
 def completions(text: str) -> list[tuple[str, str]]:
     """The commands that begin as the line does: (the completed line, a summary)."""
+    if text.startswith(_ADAPTER):
+        return _adapters(text)
     if not text.startswith("/") or "\n" in text or " " in text:
         return []
     return [

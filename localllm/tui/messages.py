@@ -42,7 +42,8 @@ class ConversationChanged(Message):
     """The conversation as it is now. Turns that did not change are the same objects.
 
     attached: names of files that wait for the next question, and what they cost. ending: why the last answer ends where
-    it does; "" for a complete one. thinking: the turns that are answers beginning in a thought.
+    it does; "" for a complete one. thinking: the turns that are answers beginning in a thought. adapters: of the next
+    answers, as they are shown.
     """
 
     turns: tuple[Turn, ...]
@@ -52,6 +53,7 @@ class ConversationChanged(Message):
     attached: tuple[tuple[str, str], ...] = ()
     ending: str = ""
     thinking: frozenset[int] = frozenset()
+    adapters: str = ""
 
 
 @dataclass

@@ -39,7 +39,7 @@ from localllm.tui.widgets.transcript import Transcript
 from localllm.tui.widgets.welcome import NUM_CHATS, Welcome, residence
 
 _LEAVE_S = 3.0  # in which a second Ctrl-C leaves
-_BETWEEN_ANSWERS = ("undo", "clear", "fork", "load")  # commands that change the messages
+_BETWEEN_ANSWERS = ("undo", "clear", "fork", "load", "adapter")  # commands that change what a prompt is
 _WIDE = 120  # columns, from which on the chats are listed beside the conversation
 _QUIET: Any = {"show": False, "priority": True}  # before the composer, and not among the keys at the bottom
 
@@ -96,6 +96,8 @@ class ChatScreen(Screen[None]):
         self._shows_statistics = shows_statistics
         self._listed: tuple[object, ...] = ()  # of this chat, as the list of chats has it
         self._turns: tuple[messages.Turn, ...] = ()
+        self._loaded: tuple[str, str] | None = None  # the model's name, and the format of its weights
+        self._adapters = ""  # as they are shown
         self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
         self.session_id: str | None = None  # of the saved chat; None while nothing is saved
@@ -140,6 +142,7 @@ class ChatScreen(Screen[None]):
 
     def on_model_loading(self, message: messages.ModelLoading) -> None:
         self._is_loading = True
+        self._loaded = None
         self.status.facts = None
         self.status.model_text = one_line(message.text)
         self.activity.progress(message.text, message.done, message.total)
@@ -150,12 +153,20 @@ class ChatScreen(Screen[None]):
         if self.status.facts is None:
             self.activity.clear()
         self.status.facts = message.facts
-        self.status.model_text = one_line(f"{message.name} {message.facts.weights}")
+        self._loaded = message.name, message.facts.weights
+        self._show_model()
         state = f"is ready, with a context of {message.facts.ctx:,} tokens"
         self.transcript.welcome.show_model(message.name, state, residence(message.facts))
 
+    def _show_model(self) -> None:
+        """Show the loaded model and its adapters: "tiny int4 + fox:0.5"."""
+        if self._loaded is not None:
+            adapters = f" + {self._adapters}" if self._adapters else ""
+            self.status.model_text = one_line(f"{' '.join(self._loaded)}{adapters}")
+
     def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
+        self._loaded = None
         self.activity.clear()
         self.status.model_text = f"no model ({self.worker.key_names['app.models']} chooses one)"
         self.notice.show_error(message.error)
@@ -167,6 +178,8 @@ class ChatScreen(Screen[None]):
 
     async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
         self.session_id = message.session_id
+        self._adapters = message.adapters
+        self._show_model()
         listed = message.session_id, message.title, len(message.turns)
         if listed != self._listed:  # not for each word that is saved
             self._listed = listed
