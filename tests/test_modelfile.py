@@ -73,7 +73,7 @@ def test_what_changes_no_answer_is_told() -> None:
         ("FROM tiny\n\nFRUM other", "unknown instruction 'FRUM' in it:3"),
         ('FROM tiny\nSYSTEM """a\nb', "not closed"),
         ('FROM tiny\nTEMPLATE """{{ .Prompt }}"""', "TEMPLATE cannot be honoured in it:2"),
-        ("FROM tiny\nADAPTER ./lora", "ADAPTER cannot be honoured in it:2"),
+        ("FROM tiny\nADAPTER", "ADAPTER is empty in it:2"),
         ("FROM tiny\nMESSAGE user Hello", "MESSAGE user cannot be honoured in it:2"),
         ("FROM tiny\nPARAMETER num_thread 4", "num_thread has no effect, in it:2"),
         ("FROM tiny\nPARAMETER temprature 1", "unknown parameter 'temprature' in it:2"),

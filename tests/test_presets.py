@@ -15,6 +15,7 @@ from localllm.history import History, history_file
 from localllm.runtime.presets import PRESET_SETTINGS, choose, find_preset, save_preset
 from localllm.settings import SETTINGS
 from tests.cli_support import Result, run_cli, write_checkpoint
+from tests.server.test_adapters import write_adapter
 
 SYSTEM = "You tell tales of plumbers."
 TYPED = ("--system", SYSTEM, "--temperature", "0.7", "--top-k", "20", "--seed", "5", "--max-tokens", "12")
@@ -64,6 +65,7 @@ def test_every_setting_comes_back_as_it_was_saved(folder: Path) -> None:
     values = {
         "model": "tiny", "ctx": 64, "ram": 8 * 10**9, "vram": 3 << 30, "device": "cpu", "dtype": "fp32",
         "weights": "int8", "kv": "bf16", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
+        "adapter": ("fox:0.5", "/a b/owl"), "adapter_memory": 5 << 20,
         "threads": 2, "max_tokens": 9,
         "temperature": 1e-05, "top_k": 3, "top_p": 0.1, "min_p": 0.05, "typical_p": 0.5, "repetition_penalty": 1.1,
         "frequency_penalty": -0.5, "presence_penalty": 0.5, "repeat_last_n": -1, "seed": 2**63 - 1,
@@ -288,11 +290,17 @@ def test_paths_in_a_modelfile_begin_at_its_folder(tmp_path: Path) -> None:
     (tmp_path / "Modelfile").write_text("FROM ./mine\n")
     assert run_cli("create", "here", "-f", tmp_path / "Modelfile").code == 0
     assert values_of("here")["model"] == str(tmp_path / "mine")
+    write_adapter(tmp_path / "lora", 1)
+    (tmp_path / "Modelfile").write_text("FROM tiny\nADAPTER ./lora\nADAPTER other-lora\n")
+    assert run_cli("create", "adapted", "-f", tmp_path / "Modelfile").code == 0
+    assert values_of("adapted")["adapter"] == (str(tmp_path / "lora"), "other-lora")
 
 
 def test_a_modelfile_that_cannot_be_honoured_writes_nothing(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "Modelfile").write_text("FROM tiny\nADAPTER ./lora\n")
+    (tmp_path / "Modelfile").write_text("FROM tiny\nTEMPLATE none\n")
     assert f"{tmp_path / 'Modelfile'}:2" in refused("create", "mine", "-f", str(tmp_path / "Modelfile"))
+    (tmp_path / "Modelfile").write_text("FROM tiny\nADAPTER ./lora\n")
+    assert str(tmp_path / "lora") in refused("create", "mine", "-f", str(tmp_path / "Modelfile"), code=1)
     lines = ["SYSTEM Be brief.\n", "MESSAGE system Be long.\n"]
     for order in (lines, lines[::-1]):
         (tmp_path / "Modelfile").write_text("FROM tiny\n" + "".join(order))

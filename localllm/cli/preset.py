@@ -130,13 +130,15 @@ def delete(context: typer.Context, name: str, yes: bool) -> None:
 def create_command(context: typer.Context, name: str, file: Path | None) -> None:
     """Make a preset of Ollama's Modelfile.
 
-    FROM, SYSTEM and PARAMETER make the preset, which replaces one of the same name. TEMPLATE, ADAPTER, and messages of
-    a user or an assistant are refused. Nothing is copied: the preset names the model.
+    FROM, ADAPTER, SYSTEM and PARAMETER make the preset, which replaces one of the same name. TEMPLATE, and messages of
+    a user or an assistant, are refused. Nothing is copied: the preset names the model.
     """
     output, path = cli_context(context).output, file or Path("Modelfile")
     found = parse_modelfile(read_input(path, "--file", output), str(path))
     folder = Path() if str(path) == "-" else path.parent
     there = is_preset(name)
+    if adapters := found.values.get("adapter"):
+        found.values["adapter"] = tuple(_adapter(word, folder) for word in adapters)
     saved = save_preset(name, based_on(_base(found.base, folder), found.values), replaces=True)
     if there:
         output.note(f"in place of the preset {saved.stem} that was there")
@@ -150,6 +152,16 @@ def _base(word: str, folder: Path) -> str:
     is_path = word.startswith(("./", "../")) or (word.casefold().endswith(".gguf") and not word.startswith(("/", "~")))
     path = folder.absolute() / word
     return str(path) if is_path and is_there(path) else word
+
+
+def _adapter(word: str, folder: Path) -> str:
+    """Return an adapter as `_base` does a model. Raises AdapterError for a path at which there is none."""
+    from localllm.hub.adapters import locate_adapter
+    from localllm.hub.names import looks_like_path
+
+    if (found := _base(word, folder)) == word and not looks_like_path(word):
+        return word
+    return str(locate_adapter(str(folder.absolute() / found)).path)
 
 
 def _system(text: str, output: Output) -> str:

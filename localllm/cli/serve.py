@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from localllm.cli.options import choice, number, option, refuse_together, settin
 from localllm.cli.pulling import PULL
 from localllm.cli.replicas import require_sense, serve_replicas
 from localllm.cli.selection import select_or_pull
-from localllm.config import load_settings, user_directories
+from localllm.config import DEFAULT, load_settings, user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
-from localllm.runtime.engine_loader import Opening, check
+from localllm.runtime.engine_loader import Opening, check, with_room_for_adapters
 from localllm.runtime.presets import is_preset
 from localllm.runtime.selection import Selection, selected, with_defaults
 from localllm.settings import ANSWER, MACHINE, OUTPUT, SETTINGS, EngineConfig, SamplingSettings
@@ -212,6 +212,8 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
         why = "replicas are of a model, and have no presets"
         fix = Fix.command("serve", selection.model_name, "--ray")
         raise UsageError(f"{selection.preset.name} is a preset", why=why, fix=fix)
+    named = {"ray": flags["ray"], "adapter": list(selection.settings.adapter)}
+    refuse_together(named, {"--ray --adapter": "replicas take no adapters yet"})
     flags["idle_s"] = _idle_seconds(flags["idle_unload"])
     chosen = {"private": selection.private, "cache_disk": flags["cache_disk"]}
     refuse_together(chosen, {"--private --cache-disk": "a private chat stores nothing on the disk"})
@@ -225,6 +227,7 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
 
 def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
     from localllm.runtime.model_pool import ModelPool
+    from localllm.runtime.served_adapters import given_adapters
     from localllm.server.admin_routes import Doors, endpoints
     from localllm.server.app import create_app, create_router
     from localllm.server.http_server import bound, serve
@@ -245,7 +248,11 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
             serve_replicas(cli, selection, flags, capacity, sockets, admission)
             return
         check(selection)
-        resolved, preset = load_settings(setting_flags(flags)), selection.preset
+        resolved, preset, adapters = load_settings(setting_flags(flags)), selection.preset, given_adapters(selection)
+        # An adapter is used where a request names it: the engine has room for it, and the model is the plain one.
+        room = with_room_for_adapters(selection.settings).adapter_memory
+        plain = {"adapter": ((), DEFAULT), "adapter_memory": (room, resolved.origins["adapter_memory"])}
+        resolved, selection = resolved.overlaid(plain), replace(selection, resolved=selection.resolved.overlaid(plain))
         if preset is not None:  # the engine is shared; the preset's other settings are for requests that name it
             own = preset.over(resolved, {each.name: each for each in fields(EngineConfig)})
             selection = with_defaults(own, selection.files)
@@ -256,6 +263,7 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
             preset=None if preset is None else preset.name,
             aliases=flags["alias"] or (),
             also=[selected(resolved, word) for word in flags["also"] or ()],
+            adapters=adapters,
             idle_s=flags["idle_s"],
             note=cli.output.note,
         )

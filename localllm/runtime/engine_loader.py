@@ -41,6 +41,7 @@ def check(selection: Selection) -> None:
     from localllm.models.families import load_config
     from localllm.offload.planner.machine_memory import require_address_space
 
+    selection.adapters()
     require_address_space()
     load_config(selection.files.directory)
 
@@ -53,7 +54,7 @@ def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> En
     """
     from localllm.engine.device import device_name, has_card, idle_gpu
 
-    config = _with_room_for_adapters(resolved.settings)
+    config = with_room_for_adapters(resolved.settings)
     if line := idle_gpu(config.device):
         tell(line)
     if config.vram is None or has_card(device_name(config.device)):
@@ -63,7 +64,7 @@ def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> En
     return replace(config, vram=None)
 
 
-def _with_room_for_adapters(settings: Settings) -> EngineConfig:
+def with_room_for_adapters(settings: Settings) -> EngineConfig:
     """Return the settings of an engine, with memory for the adapters that are named and as many more to switch to.
     Raises AdapterError, UsageError."""
     config = settings.engine

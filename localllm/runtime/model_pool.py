@@ -38,11 +38,13 @@ from localllm.runtime.engine_process import Caps, Foreseen
 from localllm.runtime.presets import Preset, find_preset, preset_names
 from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
 from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults
+from localllm.runtime.served_adapters import ServedAdapters
 from localllm.runtime.served_model import AskedModel, ServedModel, own_name
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
     from localllm.hub import InstalledModel
+    from localllm.hub.adapter_files import AdapterFiles
 
 T = TypeVar("T")
 
@@ -72,6 +74,7 @@ class ModelPool:
         preset: str | None = None,
         aliases: Sequence[str] = (),
         also: Sequence[Selection] = (),
+        adapters: Sequence[tuple[AdapterFiles, float]] = (),
         idle_s: float | None = None,
         on_demand: bool = True,
         note: Callable[[str], None] = lambda _text: None,
@@ -81,12 +84,14 @@ class ModelPool:
         preset: of the first model, which requests that name no model ask for
         aliases: more names of the first
         also: others that are known by name
+        adapters: of the first, and what multiplies each
         idle_s: as `ResidentModels` has it
         on_demand: all models of this disk can be asked for
         note: receives a line about what is loaded and unloaded
         """
         self.residents = ResidentModels(first.settings, idle_s, note)
         self.models = self.residents.models
+        self.adapters = ServedAdapters(adapters)
         self.started_at = time.time()
         self.on_demand = on_demand
         self.preset = preset
@@ -104,8 +109,16 @@ class ModelPool:
     # Which model
 
     async def asked(self, name: str | None) -> AskedModel:
-        """Return the model of that name, or of the preset of that name; None: what the server was started with. Raises
-        ModelNotFoundError for one that is not on this disk, and as `preset_of`."""
+        """Return the model of that name, or of the preset of that name, perhaps with an adapter behind it; None: what
+        the server was started with. Raises ModelNotFoundError for one that is not on this disk, and as `preset_of`."""
+        if name is None or ":" not in name or self.known(name.removesuffix(":latest")) is not None:
+            return await self._asked(name)
+        for adapted in await self.on_disk(lambda: list(self.adapters.splits(name))):
+            with contextlib.suppress(ModelNotFoundError):
+                return (await self._asked(adapted.base)).with_adapter(adapted.adapter, adapted.text)
+        return await self._asked(name)
+
+    async def _asked(self, name: str | None) -> AskedModel:
         name = self.preset if name is None else name
         known = self.first if name is None else self.known(name.removesuffix(":latest"))
         if name is None or known is not None or not self.on_demand:

@@ -34,24 +34,22 @@ _NO_EFFECT: Mapping[str, str] = {
 }
 # Why an instruction is refused.
 NO_TEMPLATE = "the model's own chat template is used, and templates of Ollama's form are not read"
-NO_ADAPTER = "adapters are not supported yet"
 NO_MESSAGES = "a preset has no messages but the system message; put examples into that"
 _REFUSED: Mapping[str, str] = {
     "template": NO_TEMPLATE,
-    "adapter": NO_ADAPTER,
     "draft": "a preset names a drafter with the setting `speculate`: `localllm preset save`",
     "renderer": NO_TEMPLATE,
     "parser": "answers are parsed as the model's chat template asks for it",
 }
 _IDLE = ("license", "requires")  # which change no answer
-_INSTRUCTIONS = ("from", "parameter", "system", "message", *_REFUSED, *_IDLE)
+_INSTRUCTIONS = ("from", "adapter", "parameter", "system", "message", *_REFUSED, *_IDLE)
 _QUOTES = '"""', '"'
 
 
 @dataclass
 class Modelfile:
-    """base: what FROM names. system_by: the instruction that gives the system message. idle: instructions that
-    change no answer."""
+    """base: what FROM names, a path or a name, as the values of `adapter` are. system_by: the instruction that gives
+    the system message. idle: instructions that change no answer."""
 
     base: str = ""
     system_by: str = ""
@@ -79,6 +77,8 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
                     f"MESSAGE {role} cannot be honoured in {where}", why=NO_MESSAGES, fix="delete it there"
                 )
             _set_system(found, instruction, content, where)
+        elif instruction == "adapter":
+            found.values["adapter"] = (*found.values.get("adapter", ()), _unquoted(rest))
         elif instruction == "system":
             _set_system(found, instruction, _unquoted(rest), where)
         elif found.base:
@@ -133,6 +133,8 @@ def modelfile_of(base: str, values: Mapping[str, Any]) -> str:
     for key, value in values.items():
         if key == "system":
             lines.append(f"SYSTEM {_quoted(value)}")
+        elif key == "adapter":
+            lines += [f"ADAPTER {_quoted(text)}" for text in value]
         elif key == "stop":
             lines += [f"PARAMETER stop {_quoted(text)}" for text in value]
         elif key in names:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from localllm.config import Origin
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import BusyError, EngineClosedError
 from localllm.registry import BUILT_IN
@@ -97,15 +98,23 @@ class AskedModel:
     """A model as a request names it: by a name of its own, or by a preset, which shares its engine.
 
     selection: the settings where the request says nothing.
+    adapter: as the name has it behind the model's, where it has one.
     """
 
     served: ServedModel
     selection: Selection
+    adapter: str = ""
 
     @property
     def name(self) -> str:
         preset = self.selection.preset
-        return self.served.name if preset is None else preset.name
+        name = self.served.name if preset is None else preset.name
+        return f"{name}:{self.adapter}" if self.adapter else name
+
+    def with_adapter(self, adapter: str, text: str) -> AskedModel:
+        """Return the model with an adapter in place of those of its settings. text: as the setting has it."""
+        resolved = self.selection.resolved.overlaid({"adapter": ((text,), Origin("flag", adapter))})
+        return replace(self, selection=replace(self.selection, resolved=resolved), adapter=adapter)
 
     @property
     def evicts(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from localllm.engine.request import SamplingParams
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.model_server import ModelServer
@@ -32,7 +32,7 @@ class TextEmbedding:
 
 async def embedded(
     server: ModelServer,
-    served: ServedModel,
+    asked: AskedModel,
     prompts: Sequence[Prompt],
     *,
     num_ctx: int | None = None,
@@ -44,11 +44,12 @@ async def embedded(
     dimensions: as many of each vector are returned, normalised again
     most_tokens: the rest of a prompt is left out
     """
-    engine = served.engine()
+    served, engine = asked.served, asked.engine()
     size = engine.config.hidden_size
     if dimensions is not None and dimensions > size:
         why = f"the vectors of this model have {size}"
         raise RequestError(400, f"dimensions is {dimensions}", why=why, param="dimensions", name="invalid_value")
+    adapters = await server.adapters_of(asked)
     capacity = server.capacity
     places = min(_AT_ONCE, len(prompts), capacity.parallel + capacity.queue)
     give_back, gate = server.take_places(served, places), asyncio.Semaphore(places)
@@ -56,7 +57,9 @@ async def embedded(
     async def one(prompt: Prompt) -> TextEmbedding:
         async with gate:
             sampling, pooling = SamplingParams(max_tokens=1), server.pooling
-            ask = GenerationRequest(prompt, sampling, num_ctx=num_ctx, pooling=pooling, prompt_field="input")
+            ask = GenerationRequest(
+                prompt, sampling, num_ctx=num_ctx, pooling=pooling, adapters=adapters, prompt_field="input"
+            )
             (piece,) = await collected(await server.answer(served, [ask], lambda: None))
         vector = piece.end.embedding
         assert vector is not None

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from localllm.errors import (
+    AdapterError,
     BusyError,
     ContextOverflowError,
     DoesNotFitError,
@@ -94,6 +95,8 @@ def failure_of(error: BaseException) -> Failure:
             return Failure(404, _sentence(error), "model_not_found", "model")
         case GrammarError():
             return Failure(400, _sentence(error), "invalid_grammar")
+        case AdapterError():
+            return Failure(400, _sentence(error), "invalid_adapter", "model")
         case TemplateError() | TokenizerError() | UsageError() | ContextOverflowError():
             return Failure(400, _sentence(error), "invalid_value")
         case EngineClosedError():

@@ -20,7 +20,7 @@ from localllm.chat.thoughts import (
     has_levels,
     has_thought,
 )
-from localllm.engine.request import Pooling, Request, SamplingParams, require_ids
+from localllm.engine.request import AdapterRef, Pooling, Request, SamplingParams, require_ids
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
 from localllm.server.errors import RequestError, too_long
 from localllm.server.fields import NO_BEST_OF, BestOf
@@ -56,7 +56,7 @@ class GenerationRequest:
     said: the beginning of the answer
     grammar: of the answer
     tools: that the answer may call
-    prompt_logprobs, reads_only: as `Request` has them
+    prompt_logprobs, reads_only, adapters: as `Request` has them
     prompt_field, effort_field, grammar_field: their names in the dialect, for errors
     """
 
@@ -75,6 +75,7 @@ class GenerationRequest:
     tools: Toolset | None = None
     prompt_logprobs: int | None = None
     reads_only: bool = False
+    adapters: tuple[AdapterRef, ...] = ()
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
     grammar_field: str = "response_format"
@@ -170,6 +171,7 @@ def _engine_request(request: GenerationRequest, ids: tuple[int, ...], ctx: int, 
         is_scored=best_of.best_of > request.n,
         prompt_logprobs=request.prompt_logprobs,
         reads_only=request.reads_only,
+        adapters=request.adapters,
         beams=best_of.beams,
         num_answers=request.n if best_of.beams > 1 else 1,
         length_penalty=best_of.length_penalty,

@@ -36,7 +36,7 @@ from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.engine.request import Pooling
+    from localllm.engine.request import AdapterRef, Pooling
     from localllm.runtime.engine_handle import EngineHandle
 
 _NOTICED_S = 30.0  # from the death of a process to the end of its socket it is milliseconds, but on a busy machine
@@ -169,8 +169,14 @@ class ModelServer:
     async def ask(self, asked: AskedModel, *requests: GenerationRequest) -> GenerationStream:
         """Begin to answer all requests, or none. Raises RequestError where too many wait, and what `prepare` does."""
         model, preset = asked.served, asked.selection.preset
+        adapters = await self.adapters_of(asked)
         places = self.take_places(model, sum(each.best_of.rows(each.n) for each in requests))
-        return await self.answer(model, [under_preset(each, preset) for each in requests], places)
+        wanted = [replace(under_preset(each, preset), adapters=adapters) for each in requests]
+        return await self.answer(model, wanted, places)
+
+    async def adapters_of(self, asked: AskedModel) -> tuple[AdapterRef, ...]:
+        """Return the adapters that a model's name stands for. Raises AdapterError."""
+        return await self.pool.on_disk(asked.selection.adapters) if asked.selection.settings.adapter else ()
 
     async def answer(
         self, model: ServedModel, requests: Sequence[GenerationRequest], closed: Callable[[], None]

@@ -18,6 +18,7 @@ import pytest
 from localllm import hub
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
+from localllm.hub.adapters import locate_adapter
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_loader import Opening, open_engine
 from localllm.runtime.engine_process import Caps, Foreseen, LoadObserver, start_engine
@@ -160,6 +161,7 @@ def running(
     in_processes: bool = False,
     also: Sequence[Path] = (),
     preset: str | None = None,
+    adapters: Sequence[Path] = (),
     idle_s: float | None = None,
     with_metrics: bool = True,
     send_bytes: int | None = None,
@@ -185,7 +187,8 @@ def running(
         return EngineThread(load or (lambda: opened(selection)))
 
     others = [with_defaults(resolved, hub.locate(str(folder))) for folder in also]
-    named = {"preset": preset, "aliases": aliases, "also": others}
+    given = [(locate_adapter(str(folder)), 1.0) for folder in adapters]
+    named = {"preset": preset, "aliases": aliases, "also": others, "adapters": given}
     pool = ModelPool(selection, resolved, launch, **named, idle_s=idle_s, note=log.append)  # type: ignore[arg-type]
     server = ModelServer(pool, capacity)
     sock = bound("127.0.0.1", 0)

@@ -199,7 +199,7 @@ def test_a_preset_is_made_over_another_one(client: ollama.Client, mario: Path) -
         ({"model": "../../up"}, "letters, digits"),
         ({"model": "mario:v2"}, "letters, digits"),
         ({"template": "{{ .Prompt }}"}, "chat template"),
-        ({"adapters": {"a": "sha256:0"}}, "adapters are not supported"),
+        ({"adapters": {"a": "sha256:0"}}, "a request may not name files"),
         ({"messages": OWL}, "no messages"),
         ({"files": {"a.gguf": "sha256:0"}}, "may not name files"),
         ({"quantize": "q4_K_M"}, "localllm quantize"),

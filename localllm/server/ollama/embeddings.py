@@ -55,8 +55,8 @@ class OllamaEmbeddingsReply(ReplyBody):
 async def embed(call: ApiCall, body: EmbedBody) -> Response:
     """Raises RequestError, ContextOverflowError for a text that is too long."""
     started_ns = time.perf_counter_ns()
-    served = await call.model(body.model, body.keep_alive)
-    engine = served.engine()
+    asked = await call.asked(body.model, body.keep_alive)
+    engine = asked.engine()
     given = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if given == [""] else given
     num_ctx = None if body.options is None else body.options.num_ctx
@@ -64,12 +64,12 @@ async def embed(call: ApiCall, body: EmbedBody) -> Response:
     if body.truncate:
         most_tokens, num_ctx = min(num_ctx or engine.ctx, engine.ctx), None  # into which they fit
     vectors = await embedded(
-        call.server, served, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens
+        call.server, asked, texts, num_ctx=num_ctx, dimensions=body.dimensions, most_tokens=most_tokens
     )
 
     def build() -> EmbedReply:
         return EmbedReply(
-            model=body.model or served.name,
+            model=body.model or asked.name,
             embeddings=[list(each.vector) for each in vectors],
             total_duration=time.perf_counter_ns() - started_ns,
             load_duration=0,
@@ -81,10 +81,10 @@ async def embed(call: ApiCall, body: EmbedBody) -> Response:
 
 async def embeddings(call: ApiCall, body: OllamaEmbeddingsBody) -> JsonReply:
     """Raises as `embed`."""
-    served = await call.model(body.model, body.keep_alive)
+    asked = await call.asked(body.model, body.keep_alive)
     prompts = [body.prompt] if body.prompt else []
     vectors = await embedded(
-        call.server, served, prompts, num_ctx=None if body.options is None else body.options.num_ctx
+        call.server, asked, prompts, num_ctx=None if body.options is None else body.options.num_ctx
     )
     return JsonReply(OllamaEmbeddingsReply(embedding=list(vectors[0].vector) if vectors else []))
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from localllm.runtime.model_pool import ModelPool
-from localllm.runtime.modelfile import NO_ADAPTER, NO_MESSAGES, NO_TEMPLATE, parameter_settings
+from localllm.runtime.modelfile import NO_MESSAGES, NO_TEMPLATE, parameter_settings
 from localllm.runtime.presets import save_preset
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored
@@ -20,13 +20,13 @@ from localllm.server.ollama.common import SUCCESS, NamedBody, StatusLine, bare, 
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 
 _NOT_CONVERTED = "models are used as they are; `localllm quantize` packs one"
-_NO_FILES = "a preset is of a model that is here, and a request may not name files; `localllm create` takes them"
+_NO_FILES = "a preset is of what is here, and a request may not name files; `localllm create` takes them"
 
 
 class CreateBody(NamedBody):
     why: ClassVar = {
         "template": NO_TEMPLATE,
-        "adapters": NO_ADAPTER,
+        "adapters": _NO_FILES,
         "messages": NO_MESSAGES,
         "files": _NO_FILES,
         "path": _NO_FILES,

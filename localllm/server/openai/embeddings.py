@@ -54,15 +54,15 @@ class EmbeddingList(ReplyBody):
 
 async def embeddings(call: ApiCall, body: OpenAIEmbeddingsBody) -> Response:
     """Raises RequestError, ContextOverflowError, UsageError for ids that the model does not have."""
-    served = await call.model(body.model, body.keep_alive)
-    vectors = await embedded(call.server, served, prompt_list(body.input), dimensions=body.dimensions)
+    asked = await call.asked(body.model, body.keep_alive)
+    vectors = await embedded(call.server, asked, prompt_list(body.input), dimensions=body.dimensions)
     num_tokens = sum(each.num_tokens for each in vectors)
     encode = _base64 if body.encoding_format == "base64" else list
 
     def build() -> EmbeddingList:
         return EmbeddingList(
             data=[EmbeddingRow(index=index, embedding=encode(each.vector)) for index, each in enumerate(vectors)],
-            model=body.model or served.name,
+            model=body.model or asked.name,
             usage=EmbeddingsUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
         )
 

@@ -58,7 +58,9 @@ async def models(call: ApiCall, _body: None) -> JsonReply:
             yield _preset(pool, presets.pop(0))
         for served in pool.models:
             meta = _meta(served)
-            yield from (_described(pool, name, served.selection.files.repo, meta) for name in served.names)
+            adapted = [f"{served.name}:{name}" for name in pool.adapters.of(served, is_first=served is pool.first)]
+            names = (*served.names, *adapted)
+            yield from (_described(pool, name, served.selection.files.repo, meta) for name in names)
         for preset in presets:
             with suppress(LocalLLMError):  # its model is not here any more
                 yield _preset(pool, preset)
