@@ -10,10 +10,10 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.context import cli_context
-from localllm.cli.options import argument, complete_installed, takes
+from localllm.cli.options import argument, complete_installed, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
-from localllm.errors import MODEL, Fix, LocalLLMError, ModelNotFoundError
+from localllm.errors import MODEL, Fix, LocalLLMError, ModelNotFoundError, UsageError
 
 _TIERS = {"vram": "GPU", "ram": "memory", "disk": "disk"}
 _WHY_NOT_FOUND = (
@@ -47,8 +47,11 @@ def ps_command(context: typer.Context, as_json: bool) -> None:
     output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
 
 
-@takes(_MODEL)
-def load_command(context: typer.Context, model: str) -> None:
+@takes(
+    _MODEL,
+    option("--adapter", "An adapter (LoRA) to load too; requests name it as MODEL:NAME.", "NAME[:SCALE]"),
+)
+def load_command(context: typer.Context, model: str, adapter: str | None) -> None:
     """Load a model on the server before the first request.
 
     Other models are unloaded if their memory is needed.
@@ -56,23 +59,29 @@ def load_command(context: typer.Context, model: str) -> None:
     output = cli_context(context).output
     with output.progress(f"loading {model}") as line:
         line.show(f"loading {model} ...")
-        told = _asked("POST", "/load", {"model": _own(model)})
+        told = _asked("POST", "/load", {"model": _own(model), **_adapter(adapter)})
     assert told is not None
     output.note(f"{told['name']} is loaded")
 
 
-@takes(argument("model", "MODEL", "The model to unload. Without it, the server ends.", completion=complete_installed))
-def stop_command(context: typer.Context, model: str | None) -> None:
+@takes(
+    argument("model", "MODEL", "The model to unload. Without it, the server ends.", completion=complete_installed),
+    option("--adapter", "Unload this adapter alone, when no answer uses it any more.", "NAME"),
+)
+def stop_command(context: typer.Context, model: str | None, adapter: str | None) -> None:
     """Unload a model, or end the server.
 
     Running answers end with an error. The next request for a model loads it again.
     """
     output = cli_context(context).output
+    if model is None and adapter is not None:
+        why = "an adapter is unloaded from a model"
+        raise UsageError("--adapter is without a MODEL", why=why, fix=Fix.command("stop", MODEL, "--adapter", adapter))
     if model is None:
         _asked("POST", "/stop", {})
         output.note("the server ends")
         return
-    told = _asked("POST", "/unload", {"model": _own(model)})
+    told = _asked("POST", "/unload", {"model": _own(model), **_adapter(adapter)})
     assert told is not None
     output.note(f"{told['name']} is unloaded")
 
@@ -82,6 +91,17 @@ def own_url() -> str | None:
     told = _asked("GET", "/models", is_needed=False)
     url = next(iter(told["urls"]), None) if told is not None else None
     return None if url is None else url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def _adapter(word: str | None) -> dict[str, str]:
+    """Return an adapter by its whole path: the server may have been started in another folder. Raises AdapterError,
+    UsageError."""
+    if word is None:
+        return {}
+    from localllm.hub.adapters import locate_adapter, split_scale
+
+    name, scale = split_scale(word)
+    return {"adapter": f"{locate_adapter(name).path}:{scale:g}"}
 
 
 def _own(word: str) -> str:

@@ -40,6 +40,7 @@ Version = tuple[str, str]  # a path, and what tells the files there from others
 class _Loaded:
     adapter: Adapter
     users: int = 0
+    leaves: bool = False  # when no answer uses it any more
 
 
 class AdapterCache:
@@ -109,24 +110,29 @@ class AdapterCache:
                 raise MemoryError("other answers use adapters that fill the memory for adapters")
             self._loaded[version] = loaded
         self._loaded.move_to_end(version)
-        loaded.users += 1
+        loaded.users, loaded.leaves = loaded.users + 1, False
         return loaded.adapter
 
     def give_back(self, applied: Sequence[AppliedAdapter]) -> None:
         with self._lock:
             for each in applied:
-                next(loaded for loaded in self._loaded.values() if loaded.adapter is each.adapter).users -= 1
+                version = next(at for at, loaded in self._loaded.items() if loaded.adapter is each.adapter)
+                loaded = self._loaded[version]
+                loaded.users -= 1
+                if loaded.leaves and not loaded.users:
+                    del self._loaded[version]
 
-    def unload(self, ref: AdapterRef | None = None) -> int:
-        """Give up an adapter, or all, that no answer uses; return how many."""
+    def unload(self, path: str | None = None) -> int:
+        """Give up the adapter at a path, or all; return how many. One that an answer uses stays until that ends, where
+        it is named."""
         with self._lock:
-            gone = [
-                version
-                for version, loaded in self._loaded.items()
-                if not loaded.users and (ref is None or version[0] == ref.path)
-            ]
+            named = [version for version in self._loaded if path in (None, version[0])]
+            gone = [version for version in named if not self._loaded[version].users]
             for version in gone:
                 del self._loaded[version]
+            for version in named if path is not None else ():
+                if version in self._loaded:
+                    self._loaded[version].leaves = True
             return len(gone)
 
     def _load(self, ref: AdapterRef, version: Version) -> Adapter:

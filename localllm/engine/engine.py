@@ -273,6 +273,10 @@ class Engine(StepLoop):
             require_grammar_alone(request)
             self.grammars.check(request.grammar, self._detokenizer(request).leading_spaces)
 
+    def unload_adapter(self, path: str) -> int:
+        """Give up an adapter as `AdapterCache.unload` does; from any thread."""
+        return self.adapters.unload(path)
+
     def _detokenizer(self, request: Request) -> Detokenizer:
         behind = () if request.opens_turn else request.prompt_ids
         return Detokenizer(self.tokenizer, request.shown_ids, behind)

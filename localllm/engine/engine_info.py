@@ -104,6 +104,10 @@ class LoadedEngine(Protocol):
         """Raise ContextOverflowError or UsageError for a request that cannot run."""
         ...
 
+    def unload_adapter(self, path: str) -> int:
+        """Give up the adapter at a path, at once or when no answer uses it any more; return how many went at once."""
+        ...
+
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a prompt: a text, with the BOS token where the model wants one; ids; or chat messages."""
         ...

@@ -115,6 +115,10 @@ class RemoteEngine:
         if request.grammar is not None or request.beams > 1 or request.adapters:  # what they need is known there
             self._call("check", protocol.plain(request))
 
+    def unload_adapter(self, path: str) -> int:
+        """As `Engine.unload_adapter`."""
+        return int(self._call("unload_adapter", path))
+
     def encode(self, prompt: str | Sequence[int] | Sequence[dict[str, Any]]) -> list[int]:
         """Return the ids of a prompt, as `encode_prompt` does."""
         return encode_prompt(prompt, self.tokenizer, lambda: self.template)

@@ -143,6 +143,7 @@ class ClientConnection:
 CALLS: dict[str, Callable[[LoadedEngine, Any], Any]] = {
     "check": lambda engine, argument: engine.check(protocol.read(Request, argument)),
     "fixes_for": lambda engine, argument: protocol.plain_fixes(engine.fixes_for(int(argument))),
+    "unload_adapter": lambda engine, path: engine.unload_adapter(str(path)),
     "facts": lambda engine, _: engine.facts(),
     "status": lambda engine, _: engine.status(),
 }

@@ -38,7 +38,7 @@ from localllm.runtime.engine_process import Caps, Foreseen
 from localllm.runtime.presets import Preset, find_preset, preset_names
 from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
 from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults
-from localllm.runtime.served_adapters import ServedAdapters
+from localllm.runtime.served_adapters import GivenAdapter, ServedAdapters
 from localllm.runtime.served_model import AskedModel, ServedModel, own_name
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ModelPool:
         """
         self.residents = ResidentModels(first.settings, idle_s, note)
         self.models = self.residents.models
-        self.adapters = ServedAdapters(adapters)
+        self.adapters = ServedAdapters()
         self.started_at = time.time()
         self.on_demand = on_demand
         self.preset = preset
@@ -99,6 +99,8 @@ class ModelPool:
         self.first = self._added(first, aliases)
         for each in also:
             self._added(each)
+        for files, scale in adapters:
+            self.adapters.add(GivenAdapter(files, scale, self.first))
         self._resolved = resolved
         self._launch = launch
         self._loads: dict[ServedModel, asyncio.Task[None]] = {}

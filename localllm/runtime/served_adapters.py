@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from localllm.errors import UsageError
@@ -23,11 +23,32 @@ class AdaptedName:
     text: str
 
 
-class ServedAdapters:
-    """given: those that the server was started with, and what multiplies each; they are the first model's."""
+@dataclass(frozen=True)
+class GivenAdapter:
+    """scale: that usually multiplies it. model: whose it is."""
 
-    def __init__(self, given: Sequence[tuple[AdapterFiles, float]] = ()) -> None:
-        self._given = given
+    files: AdapterFiles
+    scale: float
+    model: ServedModel
+
+
+class ServedAdapters:
+    """Those that the server was started with, or told of since, and all that are on this disk."""
+
+    def __init__(self) -> None:
+        self._given: list[GivenAdapter] = []
+
+    def add(self, given: GivenAdapter) -> None:
+        """Let requests name it; in place of another one of that name."""
+        self.remove(given.files.name)
+        self._given.append(given)
+
+    def remove(self, name: str) -> AdapterFiles | None:
+        """Forget an adapter; return it, if the server was told of it."""
+        found = next((each for each in self._given if each.files.name.casefold() == name.casefold()), None)
+        if found is not None:
+            self._given.remove(found)
+        return None if found is None else found.files
 
     def splits(self, name: str) -> Iterator[AdaptedName]:
         """Yield what a name may mean: the longest name of a model first. A client's word is compared with names, and
@@ -45,17 +66,17 @@ class ServedAdapters:
                 files, usual = found
                 yield AdaptedName(base, behind, f"{files.path}:{usual if scale is None else scale:g}")
 
-    def of(self, model: ServedModel, *, is_first: bool) -> list[str]:
+    def of(self, model: ServedModel) -> list[str]:
         """Return the names of the adapters that a model can be asked for with. Reads the disk."""
         registry, name = load_registry(), model.selection.model_name
-        given = [files.name for files, _ in self._given] if is_first else []
+        given = [each.files.name for each in self._given if each.model is model]
         here = [each.name for each in list_adapters() if is_for(each, name, registry)]
         return list(dict.fromkeys((*given, *here)))
 
     def _known(self) -> dict[str, tuple[AdapterFiles, float]]:
         """Return all adapters, and what usually multiplies each, by their names in small letters."""
         here = {name.casefold(): (each, 1.0) for each in list_adapters() for name in (each.name, each.hub_name) if name}
-        return here | {files.name.casefold(): (files, scale) for files, scale in self._given}
+        return here | {each.files.name.casefold(): (each.files, each.scale) for each in self._given}
 
 
 def given_adapters(selection: Selection) -> list[tuple[AdapterFiles, float]]:

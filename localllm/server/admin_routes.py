@@ -12,8 +12,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.engine.engine_info import EngineFacts, EngineStatus
+from localllm.engine.request import AdapterRef, Request
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
+from localllm.hub.adapters import locate_adapter, split_scale
 from localllm.runtime.engine_client import EngineClient
+from localllm.runtime.served_adapters import GivenAdapter
 from localllm.runtime.served_model import ServedModel
 from localllm.server.bodies import Body
 from localllm.server.endpoint import ApiCall, Endpoint
@@ -38,6 +41,7 @@ class AttachBody(Body):
 class ModelBody(Body):
     model: str | None = None
     keep_alive: KeepAlive = None
+    adapter: str | None = None  # to be loaded or unloaded, beside the model: a name or a path, and :SCALE
 
 
 class Doors:
@@ -108,14 +112,21 @@ def _refused(why: str) -> RequestError:
 
 
 async def load(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Load a model, and wait for it."""
+    """Load a model, and wait for it; with an adapter, that requests can name then. Raises AdapterError."""
     served = await call.pool.find_own(body.model)
     await call.server.make_ready(served, keep_seconds(body.keep_alive))
-    return JsonReply({"name": served.name})
+    if body.adapter is None:
+        return JsonReply({"name": served.name})
+    word, scale = split_scale(body.adapter)
+    files = await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
+    ref, engine = AdapterRef(str(files.path), scale, files.name), served.engine()
+    await asyncio.to_thread(engine.check, Request((0,), adapters=(ref,)))
+    call.pool.adapters.add(GivenAdapter(files, scale, served))
+    return JsonReply({"name": f"{served.name}:{files.name}"})
 
 
 async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
-    """Unload at once: running answers end with an error."""
+    """Unload at once: running answers end with an error. An adapter leaves when no answer uses it."""
     try:
         served = await call.pool.find_own(body.model)
     except ModelNotFoundError as error:
@@ -124,8 +135,17 @@ async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
     if served.handle is None:
         why = "there is nothing to unload"
         raise RequestError(409, f"{served.name} is not loaded", why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
+    if body.adapter is not None:
+        return await _unload_adapter(call, served, body.adapter)
     await call.pool.residents.unload(served)
     return JsonReply({"name": served.name})
+
+
+async def _unload_adapter(call: ApiCall, served: ServedModel, word: str) -> JsonReply:
+    files = await call.pool.on_disk(lambda: locate_adapter(split_scale(word)[0], offline=True))
+    call.pool.adapters.remove(files.name)
+    await asyncio.to_thread(served.engine().unload_adapter, str(files.path))
+    return JsonReply({"name": f"{served.name}:{files.name}"})
 
 
 async def _row(call: ApiCall, served: ServedModel) -> dict[str, Any]:

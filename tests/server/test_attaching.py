@@ -29,6 +29,7 @@ from localllm.runtime.watchdog import Patience
 from tests.cli_support import environment, fork_cli, start_cli, write_checkpoint
 from tests.patience import PATIENCE_S, wait_for
 from tests.server.support import Json, Patch
+from tests.server.test_adapters import write_adapter
 from tests.server.test_cli_serve import Served
 
 SLOW = pytest.mark.slow
@@ -260,6 +261,22 @@ def test_models_are_loaded_listed_and_unloaded_by_hand(home: Home) -> None:
     assert stopped.returncode == 0 and list(home.rows()) == ["tiny"]
     again = home.localllm("stop", "other", torch=False)
     assert again.returncode == 1 and b"other is not loaded" in again.stderr and b"fix:   localllm ps" in again.stderr
+
+
+def test_an_adapter_is_loaded_and_unloaded_by_hand(home: Home, tmp_path: Path) -> None:
+    ask = ("run", "tiny", "-p", "Once upon a time", "--temperature", "0", "--max-tokens", "8")
+    folder, plain = write_adapter(tmp_path / "fox", 1), home.localllm(*ask).stdout
+    loaded = home.localllm("load", "tiny", "--adapter", folder, torch=False)
+    assert loaded.returncode == 0 and b"tiny:fox is loaded" in loaded.stderr
+    adapted = home.localllm(*ask, "--adapter", folder, torch=False)  # the server's engine answers
+    assert adapted.returncode == 0 and adapted.stdout != plain
+    unloaded = home.localllm("stop", "tiny", "--adapter", folder, torch=False)
+    assert unloaded.returncode == 0 and b"tiny:fox is unloaded" in unloaded.stderr
+    assert home.rows()["tiny"]["state"] == "loaded", "the model stays"
+    (folder / "adapter_config.json").write_text("{}")
+    wrong = home.localllm("load", "tiny", "--adapter", folder, torch=False)
+    assert wrong.returncode == 1 and b"adapter_config.json" in wrong.stderr
+    assert home.localllm("stop", "--adapter", "fox", torch=False).returncode == 2
 
 
 def test_an_error_in_mid_answer_begins_on_a_line_of_its_own(home: Home) -> None:

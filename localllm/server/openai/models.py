@@ -58,7 +58,7 @@ async def models(call: ApiCall, _body: None) -> JsonReply:
             yield _preset(pool, presets.pop(0))
         for served in pool.models:
             meta = _meta(served)
-            adapted = [f"{served.name}:{name}" for name in pool.adapters.of(served, is_first=served is pool.first)]
+            adapted = [f"{served.name}:{name}" for name in pool.adapters.of(served)]
             names = (*served.names, *adapted)
             yield from (_described(pool, name, served.selection.files.repo, meta) for name in names)
         for preset in presets:
