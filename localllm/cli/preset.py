@@ -16,7 +16,7 @@ from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.prompt import argument_text, read_input
 from localllm.config import accepted, load_settings
 from localllm.errors import LocalLLMError
-from localllm.present import is_there
+from localllm.present import is_file, is_there
 from localllm.runtime.modelfile import parse_modelfile
 from localllm.runtime.presets import (
     PRESET_SETTINGS,
@@ -74,6 +74,8 @@ def keep(context: typer.Context, name: str, replace: bool, **flags: Any) -> None
         flags["system"] = _system(flags["system"], output)
     typed = {key: value for key, value in setting_flags(flags).items() if value is not None}
     values = {key: accepted(key, value, options.flag_of(key)) for key, value in typed.items()}
+    if adapters := values.get("adapter"):
+        values["adapter"] = tuple(_adapter(word, Path()) for word in adapters)
     word = load_settings().settings.model if flags["model"] is None else flags["model"]
     path = save_preset(name, based_on(word, values), replaces=replace)
     output.line(f"{path.stem}: {path}")
@@ -155,13 +157,17 @@ def _base(word: str, folder: Path) -> str:
 
 
 def _adapter(word: str, folder: Path) -> str:
-    """Return an adapter as `_base` does a model. Raises AdapterError for a path at which there is none."""
-    from localllm.hub.adapters import locate_adapter
+    """Return an adapter as it is found from any folder: a path begins at this one. Raises AdapterError for a path at
+    which there is none."""
+    from localllm.history.records import UsedAdapter
+    from localllm.hub.adapters import locate_adapter, split_scale
     from localllm.hub.names import looks_like_path
 
-    if (found := _base(word, folder)) == word and not looks_like_path(word):
+    name, scale = split_scale(word)
+    path = folder.absolute() / name
+    if not (is_file(path) or is_file(path / "adapter_config.json") or looks_like_path(name)):
         return word
-    return str(locate_adapter(str(folder.absolute() / found)).path)
+    return UsedAdapter(str(locate_adapter(str(path)).path), scale).text
 
 
 def _system(text: str, output: Output) -> str:

@@ -251,10 +251,11 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
         resolved, preset, adapters = load_settings(setting_flags(flags)), selection.preset, given_adapters(selection)
         # An adapter is used where a request names it: the engine has room for it, and the model is the plain one.
         room = with_room_for_adapters(selection.settings).adapter_memory
-        plain = {"adapter": ((), DEFAULT), "adapter_memory": (room, resolved.origins["adapter_memory"])}
-        resolved, selection = resolved.overlaid(plain), replace(selection, resolved=selection.resolved.overlaid(plain))
+        has_room = {"adapter_memory": (room, resolved.origins["adapter_memory"])}  # other models have none of these
+        resolved = resolved.overlaid({"adapter": ((), DEFAULT)})
+        selection = replace(selection, resolved=selection.resolved.overlaid({"adapter": ((), DEFAULT), **has_room}))
         if preset is not None:  # the engine is shared; the preset's other settings are for requests that name it
-            own = preset.over(resolved, {each.name: each for each in fields(EngineConfig)})
+            own = preset.over(resolved.overlaid(has_room), {each.name: each for each in fields(EngineConfig)})
             selection = with_defaults(own, selection.files)
         pool = ModelPool(
             selection,

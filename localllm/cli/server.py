@@ -94,14 +94,15 @@ def own_url() -> str | None:
 
 
 def _adapter(word: str | None) -> dict[str, str]:
-    """Return an adapter by its whole path: the server may have been started in another folder. Raises AdapterError,
-    UsageError."""
+    """Return an adapter by its name on the hub or its whole path: the server may have been started in another folder.
+    Raises AdapterError, UsageError."""
     if word is None:
         return {}
     from localllm.hub.adapters import locate_adapter, split_scale
 
     name, scale = split_scale(word)
-    return {"adapter": f"{locate_adapter(name).path}:{scale:g}"}
+    files = locate_adapter(name)
+    return {"adapter": f"{files.hub_name or files.path}:{scale!r}"}
 
 
 def _own(word: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localllm.errors import UsageError
+from localllm.engine.request import MAX_ADAPTER_SCALE
 from localllm.hub.adapter_files import AdapterFiles, is_for
 from localllm.hub.adapters import list_adapters, split_scale
 from localllm.registry import load_registry
@@ -57,14 +57,11 @@ class ServedAdapters:
         ends = [at for at, letter in enumerate(name) if letter == ":"]
         for at in reversed(ends):
             base, behind = name[:at], name[at + 1 :]
-            try:
-                word, scale = split_scale(behind) if behind.casefold() not in known else (behind, None)
-            except UsageError:
-                continue
+            word, scale = (behind, None) if behind.casefold() in known else _with_scale(behind)
             found = known.get(word.casefold())
             if base and found is not None:
                 files, usual = found
-                yield AdaptedName(base, behind, f"{files.path}:{usual if scale is None else scale:g}")
+                yield AdaptedName(base, behind, f"{files.path}:{usual if scale is None else scale!r}")
 
     def of(self, model: ServedModel) -> list[str]:
         """Return the names of the adapters that a model can be asked for with. Reads the disk."""
@@ -77,6 +74,16 @@ class ServedAdapters:
         """Return all adapters, and what usually multiplies each, by their names in small letters."""
         here = {name.casefold(): (each, 1.0) for each in list_adapters() for name in (each.name, each.hub_name) if name}
         return here | {each.files.name.casefold(): (each.files, each.scale) for each in self._given}
+
+
+def _with_scale(text: str) -> tuple[str, float | None]:
+    """Return a name, and the scale behind it; all of the text as a name where none is. Looks at no path."""
+    name, _, behind = text.rpartition(":")
+    try:
+        scale = float(behind)
+    except ValueError:
+        return text, None
+    return (name, scale) if abs(scale) <= MAX_ADAPTER_SCALE else (text, None)  # false for NaN too
 
 
 def given_adapters(selection: Selection) -> list[tuple[AdapterFiles, float]]:

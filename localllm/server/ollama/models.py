@@ -20,6 +20,8 @@ from localllm import hub
 from localllm.config import shown_setting
 from localllm.engine.engine_info import EngineFacts
 from localllm.errors import CheckpointError, LocalLLMError, ModelNotFoundError, TemplateError
+from localllm.history.records import UsedAdapter
+from localllm.hub.adapters import split_scale
 from localllm.hub.gguf_files import gguf_parameters
 from localllm.hub.names import HubName
 from localllm.hub.quants import quant_of
@@ -365,7 +367,9 @@ def _shown(pool: ModelPool, name: str) -> OllamaShown:
     defaults: dict[str, Any] = {**sampling_defaults(entry, model.files)}
     if engine is not None:
         defaults["ctx"] = engine.ctx
-    own = {} if preset is None else preset.values
+    own = {} if preset is None else dict(preset.values)
+    if adapters := own.get("adapter"):  # without where they are
+        own["adapter"] = tuple(UsedAdapter(*split_scale(text)).shown for text in adapters)
     defaults |= {key: value for key, value in own.items() if key in _PARAMETERS and key != "stop"}
     values = [(_PARAMETERS.get(name, name), shown_setting(value)) for name, value in defaults.items()]
     values += [("stop", json.dumps(text)) for text in own.get("stop") or (entry.stop if entry else ())]

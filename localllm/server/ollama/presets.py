@@ -85,7 +85,8 @@ async def _save(pool: ModelPool, name: str, base: str, values: Mapping[str, Any]
     asked = await pool.asked(base)
     preset = asked.selection.preset
     beneath = {"model": asked.served.selection.model_name} if preset is None else preset.values
-    await pool.on_disk(lambda: save_preset(name, {**beneath, **values}, replaces=True))
+    adapters = {"adapter": asked.selection.settings.adapter} if asked.adapter else {}
+    await pool.on_disk(lambda: save_preset(name, {**beneath, **adapters, **values}, replaces=True))
 
 
 ENDPOINTS = (
