@@ -348,10 +348,14 @@ class _First:
         self._task = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
+        import asyncio
+
         served = self._server.pool.first
         try:
             await self._server.pool.load(served)
             engine, where = served.engine(), " and ".join(self.addresses)
+            for given in self._server.pool.adapters.given_to(served):
+                await asyncio.to_thread(given.check)
             name = self._server.pool.preset or served.name
         except EngineClosedError:  # the server was stopped meanwhile
             return

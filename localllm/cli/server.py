@@ -81,7 +81,7 @@ def stop_command(context: typer.Context, model: str | None, adapter: str | None)
         _asked("POST", "/stop", {})
         output.note("the server ends")
         return
-    told = _asked("POST", "/unload", {"model": _own(model), **_adapter(adapter)})
+    told = _asked("POST", "/unload", {"model": _own(model), **({} if adapter is None else {"adapter": _own(adapter)})})
     assert told is not None
     output.note(f"{told['name']} is unloaded")
 

@@ -115,10 +115,30 @@ class ModelPool:
         the server was started with. Raises ModelNotFoundError for one that is not on this disk, and as `preset_of`."""
         if name is None or ":" not in name or self.known(name.removesuffix(":latest")) is not None:
             return await self._asked(name)
-        for adapted in await self.on_disk(lambda: list(self.adapters.splits(name))):
+        for adapted in await self.on_disk(lambda: self.adapters.splits(name)):
             with contextlib.suppress(ModelNotFoundError):
-                return (await self._asked(adapted.base)).with_adapter(adapted.adapter, adapted.text)
-        return await self._asked(name)
+                asked = await self._asked(adapted.base)
+                setting = await self.on_disk(partial(self.adapters.setting, asked.served, adapted))
+                if setting is not None:
+                    return asked.with_adapter(adapted.written, setting)
+        try:
+            return await self._asked(name)
+        except ModelNotFoundError as error:
+            raise await self.on_disk(lambda: self._no_adapter(name)) or error from None
+
+    def _no_adapter(self, name: str) -> ModelNotFoundError | None:
+        """Return the error of a served model's name with what is no adapter behind it; None for any other name."""
+        parts = name.split(":")
+        bases = (":".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+        base = next((base for base in bases if self.known(base.removesuffix(":latest")) is not None), None)
+        model = None if base is None else self.known(base.removesuffix(":latest"))
+        if base is None or model is None:
+            return None
+        wanted, names = name[len(base) + 1 :], self.adapters.of(model)
+        near = difflib.get_close_matches(wanted[:200].casefold(), names, n=1, cutoff=_NEAR)
+        what, why = f"{base} has no adapter {wanted[:200]!r} here", f"it has {', '.join(names) or 'none'}"
+        fix = f"ask for {f'{base}:{near[0]}'!r}" if near else "localllm adapters"
+        return ModelNotFoundError(what, why=why, fix=fix)
 
     async def _asked(self, name: str | None) -> AskedModel:
         name = self.preset if name is None else name

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localllm.engine.request import MAX_ADAPTER_SCALE
+from localllm.engine.request import MAX_ADAPTER_SCALE, AdapterRef, Request
 from localllm.hub.adapter_files import AdapterFiles, is_for
 from localllm.hub.adapters import list_adapters, split_scale
 from localllm.registry import load_registry
@@ -15,12 +14,13 @@ from localllm.runtime.served_model import ServedModel
 
 @dataclass(frozen=True)
 class AdaptedName:
-    """A name in its parts. base: of the model. adapter: as its client wrote it. text: as the setting `adapter` has
-    it."""
+    """A name in its parts. base: of the model. written: what its client wrote behind that. adapter: without a scale.
+    scale: None where none is written."""
 
     base: str
+    written: str
     adapter: str
-    text: str
+    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,14 @@ class GivenAdapter:
     scale: float
     model: ServedModel
 
+    def check(self) -> None:
+        """Bring it into the memory of its model's engine, which is loaded. Raises AdapterError, DoesNotFitError."""
+        ref = AdapterRef(str(self.files.path), self.scale, self.files.name)
+        self.model.engine().check(Request((0,), adapters=(ref,)))
+
+    def is_called(self, name: str) -> bool:
+        return self.files.name.casefold() == name.casefold()
+
 
 class ServedAdapters:
     """Those that the server was started with, or told of since, and all that are on this disk."""
@@ -39,41 +47,49 @@ class ServedAdapters:
         self._given: list[GivenAdapter] = []
 
     def add(self, given: GivenAdapter) -> None:
-        """Let requests name it; in place of another one of that name."""
-        self.remove(given.files.name)
+        """Let requests name it; in place of another one of that name and model."""
+        self.remove(given.model, given.files.name)
         self._given.append(given)
 
-    def remove(self, name: str) -> AdapterFiles | None:
-        """Forget an adapter; return it, if the server was told of it."""
-        found = next((each for each in self._given if each.files.name.casefold() == name.casefold()), None)
+    def remove(self, model: ServedModel, name: str) -> GivenAdapter | None:
+        """Forget an adapter of a model; return it, if the server was told of it."""
+        found = next((each for each in self.given_to(model) if each.is_called(name)), None)
         if found is not None:
             self._given.remove(found)
-        return None if found is None else found.files
+        return found
 
-    def splits(self, name: str) -> Iterator[AdaptedName]:
-        """Yield what a name may mean: the longest name of a model first. A client's word is compared with names, and
+    def given_to(self, model: ServedModel) -> list[GivenAdapter]:
+        return [each for each in self._given if each.model is model]
+
+    def splits(self, name: str) -> list[AdaptedName]:
+        """Return what a name may mean: the longest name of a model first. A client's word is compared with names, and
         never is a path. Reads the disk."""
-        known = self._known()
-        ends = [at for at, letter in enumerate(name) if letter == ":"]
-        for at in reversed(ends):
-            base, behind = name[:at], name[at + 1 :]
-            word, scale = (behind, None) if behind.casefold() in known else _with_scale(behind)
-            found = known.get(word.casefold())
-            if base and found is not None:
-                files, usual = found
-                yield AdaptedName(base, behind, f"{files.path}:{usual if scale is None else scale!r}")
+        known, found = {each.files.name.casefold() for each in self._given} | self._here().keys(), []
+        ends = [at for at, letter in enumerate(name) if letter == ":" and at]
+        for base, written in ((name[:at], name[at + 1 :]) for at in reversed(ends)):
+            adapter, scale = (written, None) if written.casefold() in known else _with_scale(written)
+            if adapter.casefold() in known:
+                found.append(AdaptedName(base, written, adapter, scale))
+        return found
+
+    def setting(self, model: ServedModel, name: AdaptedName) -> str | None:
+        """Return the value of the setting `adapter` that a name means of a model; None where neither it nor this disk
+        has such an adapter. Reads the disk."""
+        given = next((each for each in self.given_to(model) if each.is_called(name.adapter)), None)
+        files = self._here().get(name.adapter.casefold()) if given is None else given.files
+        usual = 1.0 if given is None else given.scale
+        return None if files is None else f"{files.path}:{usual if name.scale is None else name.scale!r}"
 
     def of(self, model: ServedModel) -> list[str]:
         """Return the names of the adapters that a model can be asked for with. Reads the disk."""
         registry, name = load_registry(), model.selection.model_name
-        given = [each.files.name for each in self._given if each.model is model]
+        given = [each.files.name for each in self.given_to(model)]
         here = [each.name for each in list_adapters() if is_for(each, name, registry)]
         return list(dict.fromkeys((*given, *here)))
 
-    def _known(self) -> dict[str, tuple[AdapterFiles, float]]:
-        """Return all adapters, and what usually multiplies each, by their names in small letters."""
-        here = {name.casefold(): (each, 1.0) for each in list_adapters() for name in (each.name, each.hub_name) if name}
-        return here | {each.files.name.casefold(): (each.files, each.scale) for each in self._given}
+    def _here(self) -> dict[str, AdapterFiles]:
+        """Return the adapters on this disk by their names in small letters."""
+        return {name.casefold(): each for each in list_adapters() for name in (each.name, each.hub_name) if name}
 
 
 def _with_scale(text: str) -> tuple[str, float | None]:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.engine.engine_info import EngineFacts, EngineStatus
-from localllm.engine.request import AdapterRef, Request
 from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.hub.adapters import locate_adapter, split_scale
 from localllm.runtime.engine_client import EngineClient
@@ -119,9 +118,9 @@ async def load(call: ApiCall, body: ModelBody) -> JsonReply:
         return JsonReply({"name": served.name})
     word, scale = split_scale(body.adapter)
     files = await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
-    ref, engine = AdapterRef(str(files.path), scale, files.name), served.engine()
-    await asyncio.to_thread(engine.check, Request((0,), adapters=(ref,)))
-    call.pool.adapters.add(GivenAdapter(files, scale, served))
+    given = GivenAdapter(files, scale, served)
+    await asyncio.to_thread(given.check)
+    call.pool.adapters.add(given)
     return JsonReply({"name": f"{served.name}:{files.name}"})
 
 
@@ -142,9 +141,15 @@ async def unload(call: ApiCall, body: ModelBody) -> JsonReply:
 
 
 async def _unload_adapter(call: ApiCall, served: ServedModel, word: str) -> JsonReply:
-    files = await call.pool.on_disk(lambda: locate_adapter(split_scale(word)[0], offline=True))
-    call.pool.adapters.remove(files.name)
-    await asyncio.to_thread(served.engine().unload_adapter, str(files.path))
+    """word: the name by which requests name it, or where it is: its files may be gone."""
+    given, path = call.pool.adapters.given_to(served), Path(word).resolve()
+    name = next((each.files.name for each in given if each.files.path == path or each.files.hub_name == word), word)
+    found = call.pool.adapters.remove(served, name)
+    files = found.files if found else await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
+    num_gone = await asyncio.to_thread(served.engine().unload_adapter, str(files.path))
+    if found is None and not num_gone:
+        why = "there is nothing to unload"
+        raise RequestError(409, f"{served.name}:{files.name} is not loaded", why=why, name="not_loaded")
     return JsonReply({"name": f"{served.name}:{files.name}"})
 
 

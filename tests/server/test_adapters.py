@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.block_layouts import block_layouts
 from localllm.models.families import load_config
+from tests.cli_support import run_cli
 from tests.server.support import Json, Running, running
 
 STORY = "Once upon a time there was a fox who"
@@ -108,9 +109,10 @@ def test_pages_are_found_by_the_same_adapter_alone(adapted: tuple[Running, Path]
 @pytest.mark.parametrize(
     ("name", "status", "told"),
     [
-        ("tiny:wolf", 404, "tiny:wolf"),
+        ("tiny:wolf", 404, "it has fox, owl, broken, other"),
+        ("tiny:latest:foxx", 404, "ask for 'tiny:latest:fox'"),
         ("wolf:fox", 404, "wolf:fox"),
-        ("tiny:fox:1e9", 404, "tiny:fox:1e9"),
+        ("tiny:fox:1e9", 404, "fox:1e9"),
         ("tiny:../fox", 404, "fox"),
         ("tiny:broken", 400, "finite"),
         ("tiny:other", 400, "do not fit"),
@@ -124,6 +126,13 @@ def test_a_name_without_an_adapter_and_a_wrong_adapter_are_refused(
         reply = server.post("/v1/completions", asked(name, stream=stream))
         assert reply.status_code == status, reply.text
         assert told in reply.json()["error"]["message"]
+
+
+def test_a_wrong_adapter_ends_a_server_that_is_started_with_it(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "fox", 1)
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    ended = run_cli("serve", "tiny", "--port", "0", "--adapter", folder)
+    assert ended.code == 1 and "adapter_model.safetensors" in ended.err
 
 
 def test_files_that_change_give_the_new_adapter_and_files_that_are_gone_an_error(

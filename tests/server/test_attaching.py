@@ -270,8 +270,12 @@ def test_an_adapter_is_loaded_and_unloaded_by_hand(home: Home, tmp_path: Path) -
     assert loaded.returncode == 0 and b"tiny:fox is loaded" in loaded.stderr
     adapted = home.localllm(*ask, "--adapter", folder, torch=False)  # the server's engine answers
     assert adapted.returncode == 0 and adapted.stdout != plain
-    unloaded = home.localllm("stop", "tiny", "--adapter", folder, torch=False)
-    assert unloaded.returncode == 0 and b"tiny:fox is unloaded" in unloaded.stderr
+    for named in (folder, "fox"):
+        unloaded = home.localllm("stop", "tiny", "--adapter", named, torch=False)
+        assert unloaded.returncode == 0 and b"tiny:fox is unloaded" in unloaded.stderr
+        again = home.localllm("stop", "tiny", "--adapter", named, torch=False)
+        assert again.returncode == 1, "there is none any more"
+        assert home.localllm("load", "tiny", "--adapter", folder, torch=False).returncode == 0
     assert home.rows()["tiny"]["state"] == "loaded", "the model stays"
     (folder / "adapter_config.json").write_text("{}")
     wrong = home.localllm("load", "tiny", "--adapter", folder, torch=False)
