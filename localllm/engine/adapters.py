@@ -17,7 +17,7 @@ import torch
 
 from localllm.config import format_bytes
 from localllm.engine.request import AdapterRef
-from localllm.errors import AdapterError, DoesNotFitError, Fix, UnsupportedModelError
+from localllm.errors import AdapterError, DoesNotFitError, Fix
 from localllm.kernels.low_rank_record import LowRankRecord
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.linear import Linear
@@ -161,13 +161,13 @@ class AdapterCache:
 
 def new_adapter(weights: AdapterWeights, decoder: Decoder, native: Collection[str]) -> Adapter:
     """Return an adapter as this model computes with it. native: the layers to which the CPU's native steps add; where
-    it changes others too, torch's operators compute all of it. Raises UnsupportedModelError."""
+    it changes others too, torch's operators compute all of it. Raises AdapterError."""
     widths = _out_features(decoder)
     layers = {site: parts for site, parts in weights.sites.items() if site not in (EMBED, HEAD)}
     for site in layers:
         if site.rpartition(".")[0].rpartition(".")[0].rpartition(".")[2] != EXPERTS and site not in widths:
             why = "these matrices are computed as they are"
-            raise UnsupportedModelError(f"adapters of {site} are not supported ({weights.name})", why=why)
+            raise AdapterError(f"adapters of {site} are not supported ({weights.name})", why=why)
     records, native = {}, set(native)
     if layers.keys() <= native:
         records = {site: LowRankRecord.of(parts, widths[site]) for site, parts in layers.items()}

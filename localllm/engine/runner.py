@@ -228,9 +228,7 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Return what `forward` does, and the hidden states of all tokens behind the final norm, fp32 [T, hidden];
         caches have not advanced."""
-        if (
-            len({self._needs_operators(chunk.kv) for chunk in chunks}) > 1
-        ):  # who computes, computes from the first block
+        if len({self._needs_operators(chunk.kv) for chunk in chunks}) > 1:  # `see` counts on one run of the blocks
             each = [self.forward_with_states([chunk], cancelled=cancelled, progress=progress) for chunk in chunks]
             return torch.cat([logits for logits, _ in each]), torch.cat([states for _, states in each])
         states: list[Tensor] = []
@@ -257,20 +255,15 @@ class ModelRunner:
     ) -> Tensor:
         """num_tokens: without drafted ones, which change nothing of who computes the others. sees_each: whether
         on_block must see what each block has computed."""
+        keys = [self._needs_operators(batch.segments[0].kv) for batch in batches]
+        compute = partial(self._logits_of_run, num_tokens=num_tokens, on_block=on_block, sees_each=sees_each)
+        if len({*keys}) == 1:
+            return compute(batches, on_states=on_states, by_operators=keys[0])
         logits: list[Tensor] = []
         states: list[Tensor] = []
-        keep = None if on_states is None else lambda x: states.append(x.clone())
-        runs = [
-            (key, [*run]) for key, run in groupby(batches, lambda batch: self._needs_operators(batch.segments[0].kv))
-        ]
-        if len(runs) == 1:
-            return self._logits_of_run(
-                batches, num_tokens, on_block, on_states, sees_each=sees_each, by_operators=runs[0][0]
-            )
-        for by_operators, run in runs:
-            logits.append(
-                self._logits_of_run(run, num_tokens, on_block, keep, sees_each=sees_each, by_operators=by_operators)
-            )
+        for key, run in groupby(zip(keys, batches, strict=True), lambda pair: pair[0]):
+            own = [batch for _, batch in run]
+            logits.append(compute(own, on_states=lambda x: states.append(x.clone()), by_operators=key))
         if on_states is not None:
             on_states(torch.cat(states))
         return torch.cat(logits)
@@ -278,10 +271,10 @@ class ModelRunner:
     def _logits_of_run(
         self,
         batches: Sequence[Batch],
+        *,
         num_tokens: int,
         on_block: Callable[[Block, Tensor], None] | None,
         on_states: Callable[[Tensor], None] | None,
-        *,
         sees_each: bool,
         by_operators: bool,
     ) -> Tensor:
