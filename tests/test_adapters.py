@@ -29,6 +29,7 @@ from localllm.quant.dense import Dense
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.cli_support import share_kernels
 from tests.engine_support import answered
 from tests.test_parity import TOLERANCE, peer_logits, prompt
 from tests.thinning import thinned
@@ -46,6 +47,14 @@ PARITY = (
     "qwen3_next",
     "cohere2",
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is packed here is in no list of models elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCALLLM_CACHE", str(share_kernels(tmp_path_factory.mktemp("adapted") / "cache")))
+        yield
 
 
 @dataclass
