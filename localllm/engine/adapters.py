@@ -9,7 +9,7 @@ import hashlib
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from localllm.models.cpu_buffers import native_sites
 from localllm.models.decoder import Decoder
 from localllm.models.layout import EXPERTS
 from localllm.offload.planner.plan import ADAPTERS, Plan
+from localllm.offload.streaming.host_buffer import host_buffer
 
 _WITHOUT_PLAN_BYTES = 1 << 30
 _CHECKED = 1024  # versions of adapters of which it is kept that they are sound
@@ -170,7 +171,7 @@ def new_adapter(weights: AdapterWeights, decoder: Decoder, native: Collection[st
             raise AdapterError(f"adapters of {site} are not supported ({weights.name})", why=why)
     records, native = {}, set(native)
     if layers.keys() <= native:
-        records = {site: LowRankRecord.of(parts, widths[site]) for site, parts in layers.items()}
+        records = _in_one_run({site: LowRankRecord.of(layers[site], widths[site]) for site in widths if site in layers})
     wide = {linear.name for linear in _small_layers(decoder)}
     parts = {
         site: tuple(_as(part, torch.float32 if site in wide else decoder.dtype) for part in each)
@@ -178,6 +179,16 @@ def new_adapter(weights: AdapterWeights, decoder: Decoder, native: Collection[st
         if site not in records
     }
     return Adapter(weights.name, weights.digest, parts, records)
+
+
+def _in_one_run(records: Mapping[str, LowRankRecord]) -> dict[str, LowRankRecord]:
+    """Return the records one behind the other in huge pages, as a step reads them: eight adapters in small ones made a
+    step of a 1.1B shape 1.29 times as long, in huge ones 1.22."""
+    memory, placed, begin = host_buffer(sum(each.room_bytes for each in records.values())), {}, 0
+    for site, record in records.items():
+        placed[site] = record.copied_to(memory[begin : begin + record.room_bytes])
+        begin += record.room_bytes
+    return placed
 
 
 def adapter_bytes(plan: Plan | None) -> int:

@@ -25,11 +25,13 @@ SEGMENT_WORDS = ("first_row", "rows", "first_use", "uses")
 # Of one adapter: its number among the batch's, the first float of its t, and the bits of what multiplies it.
 USE_WORDS = ("first_row", "rows", "adapter", "t", "scale")
 # Of one adapter in one layer; the tables are addresses. See `low_rank_record`.
-RECORD_WORDS = ("rank_tiles", "a", "a_scale", "tiles", "b", "b_scale")
-TILE_WORDS = ("first_rank", "ranks", "first_byte")  # of B's rows that make up a tile of the output
+RECORD_WORDS = ("rank_tiles", "num_parts", "a", "a_scale", "parts", "b", "b_scale")
+# Of a part of the output that takes ranks of its own: its tiles, those ranks, and where it begins in B.
+PART_WORDS = ("first_tile", "end_tile", "first_rank", "ranks", "first_byte")
 CHAINS = 2  # of sums over ranks, of which each part of a record has a multiple
 _ROWS_AT_ONCE = 4  # that a weight is read for once
-_SPAN = 8  # tiles that a thread takes at a time: to look one up costs as much as 16 ranks of it
+_AHEAD_BYTES = 4096
+_SPAN = 8  # tiles that a thread takes at a time: to look them up costs as much as 16 ranks of one
 
 
 def shrink_source(isa: Isa, group: int, block_rows: int) -> Kernel:
@@ -87,7 +89,7 @@ def _products(k: Kernel, isa: Isa, rows: _BlockRows, record: _Record, tile: Valu
         x = Group(rows.group, rows.block_rows, g, (rows.block * a.groups + g) * rows.block_rows, rows.first)
         codes = record.pointer("a").at((tile * a.groups + g) * weights.group_bytes)
         offsets = [x.of_row(a.x_offset, row).load(I32).splat() for row in range(rows.rows)]
-        (products,) = dots(x, [GroupWeights(isa, weights, codes, k.i64(0))], offsets)
+        (products,) = dots(x, [GroupWeights(isa, weights, codes, k.i64(_AHEAD_BYTES))], offsets)
         for row, (total, product) in enumerate(zip(totals, products, strict=True)):
             scale = x.of_row(a.x_scale, row).load(F32).splat()
             total.set(k.fma(scale, product.convert("sitofp", F32V), total.get()))
@@ -135,14 +137,14 @@ class _Rows:
 
 def _add_span(k: Kernel, record: _Record, span: tuple[Value, Value], rows: _Rows, numbers: list[Value]) -> None:
     """y of these rows += what a record has for the tiles [begin, end)."""
-    tiles, b, scales = (record.pointer(name) for name in ("tiles", "b", "b_scale"))
-    with k.range(*span) as tile:
-        part = _Words(k, tiles, TILE_WORDS, tile)
-        ranks = part.number("ranks")
-        with k.when(ranks.compare("ne", 0)):
-            codes, first_rank = b.at(part.number("first_byte")), part.number("first_rank")
-            sources = [rows.t.at((number * rows.stride + first_rank) * 4) for number in numbers]
-            totals = _tile_totals(k, codes, ranks, sources)
+    parts, b, scales = (record.pointer(name) for name in ("parts", "b", "b_scale"))
+    with k.range(k.i64(0), record.number("num_parts")) as own:
+        part = _Words(k, parts, PART_WORDS, own)
+        first_tile, ranks = part.number("first_tile"), part.number("ranks")
+        begin, codes = k.larger(span[0], first_tile), b.at(part.number("first_byte"))
+        sources = [rows.t.at((number * rows.stride + part.number("first_rank")) * 4) for number in numbers]
+        with k.range(begin, k.smaller(span[1], part.number("end_tile"))) as tile:
+            totals = _tile_totals(k, codes.at((tile - first_tile) * ranks * TILE), ranks, sources)
             scale = scales.at(tile * (TILE * 4)).load(F32V)
             for number, total in zip(numbers, totals, strict=True):
                 y = rows.y.at((number * k.arg.features + tile * TILE) * 4)
@@ -154,7 +156,10 @@ def _tile_totals(k: Kernel, codes: Value, ranks: Value, sources: list[Value]) ->
     sums = [[k.variable(k.f32v(0)) for _ in range(CHAINS)] for _ in sources]
     with k.range(k.i64(0), ranks, CHAINS) as rank:
         for chain in range(CHAINS):
-            code = codes.at((rank + chain) * TILE).load(vector_of("i8"), 16)
+            at = codes.at((rank + chain) * TILE)
+            if chain == 0:
+                k.prefetch(at.at(_AHEAD_BYTES))
+            code = at.load(vector_of("i8"), 16)
             weight = code.convert("sext", vector_of(I32)).convert("sitofp", F32V)
             for source, totals in zip(sources, sums, strict=True):
                 t = source.at((rank + chain) * 4).load(F32).splat()

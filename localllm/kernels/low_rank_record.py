@@ -1,8 +1,8 @@
 """The thin matrices of an adapter for one layer, in INT8, as the CPU's kernels read them.
 
     a        int8 [rank tiles, K/4, 16, 4], scale fp32 [rank tiles * 16]      as `int8` has them, ranks of all parts
-    tiles    int64 [N/16, 3]: the first rank of what a tile of the output takes, how many, and its first byte of b
-    b        int8 [ranks, 16] of each tile that takes any, scale fp32 [N]
+    parts    int64 [parts, 5]: see `cpu_low_rank.PART_WORDS`; in the order of their tiles
+    b        int8 [ranks, 16] of each tile of a part, scale fp32 [N]
 
 INT8 halves what a step reads: eight adapters of rank 16 beside a model of 1.1B weights in INT4 are a seventh of its
 bytes, in bf16 they would be a quarter.
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import int8
-from localllm.kernels.cpu_low_rank import CHAINS, RECORD_WORDS, TILE_WORDS
+from localllm.kernels.cpu_low_rank import CHAINS, PART_WORDS, RECORD_WORDS
 from localllm.kernels.sizes import TILE
 
 _MOST = 127
+_ALIGN = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +66,42 @@ class LowRankRecord:
         rank_tiles = -(-len(a) // TILE)
         a = functional.pad(a, (0, 0, 0, rank_tiles * TILE - len(a)))
         a_codes, a_scale = _rounded(a)
-        tiles = torch.zeros(out_features // TILE, len(TILE_WORDS), dtype=torch.int64)
-        b_scale, pieces = torch.zeros(out_features), []
+        b_scale, pieces, parts = torch.zeros(out_features), [], []
         first_rank = first_byte = 0
         for pair in pairs:
             rank, begin, count = len(pair.a), pair.first_row // TILE, len(pair.b) // TILE
             codes, scale = _rounded(pair.b.float())
             pieces.append(codes.view(count, TILE, rank).transpose(1, 2).reshape(-1))
             b_scale[pair.first_row : pair.first_row + len(pair.b)] = scale
-            tiles[begin : begin + count, 0], tiles[begin : begin + count, 1] = first_rank, rank
-            tiles[begin : begin + count, 2] = first_byte + torch.arange(count) * (rank * TILE)
+            parts.append((begin, begin + count, first_rank, rank, first_byte))
             first_rank, first_byte = first_rank + rank, first_byte + codes.numel()
-        tensors = (int8.pack(a_codes), a_scale, tiles, torch.cat(pieces), b_scale)
-        words = torch.tensor([rank_tiles, *(tensor.data_ptr() for tensor in tensors)])
-        assert len(words) == len(RECORD_WORDS)
+        return cls._of_tensors(
+            (int8.pack(a_codes), a_scale, torch.tensor(parts), torch.cat(pieces), b_scale), rank_tiles
+        )
+
+    @classmethod
+    def _of_tensors(cls, tensors: tuple[Tensor, ...], rank_tiles: int) -> LowRankRecord:
+        words = torch.tensor([rank_tiles, len(tensors[2]), *(tensor.data_ptr() for tensor in tensors)])
+        assert len(words) == len(RECORD_WORDS) and tensors[2].shape[1] == len(PART_WORDS)
         return cls(words, tensors, rank_tiles)
+
+    @property
+    def room_bytes(self) -> int:
+        """Return what its tensors take in one run of memory."""
+        return sum(_padded(tensor.nbytes) for tensor in self.tensors)
+
+    def copied_to(self, memory: Tensor) -> LowRankRecord:
+        """Return the same record in memory, uint8 [room_bytes], that begins at a multiple of 64."""
+        placed, begin = [], 0
+        for tensor in self.tensors:
+            own = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            placed.append(own.copy_(tensor))
+            begin += _padded(tensor.nbytes)
+        return self._of_tensors(tuple(placed), self.rank_tiles)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 def _rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
