@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from localllm.config import load_settings
 from localllm.engine.engine import Engine
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import AdapterRef, Request, SamplingParams
@@ -26,6 +27,7 @@ from localllm.layers.low_rank import Adapter, AppliedAdapter, LowRank
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.segment import Segment
 from localllm.quant.dense import Dense
+from localllm.runtime.engine_loader import with_room_for_adapters
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
 from tests.checkpoints import FAMILIES, write_checkpoint
@@ -135,16 +137,33 @@ def test_a_scale_multiplies_and_two_adapters_add_up(tmp_path: Path) -> None:
     torch.testing.assert_close(case.logits(ids, first, none), case.logits(ids, first), rtol=0, atol=TOLERANCE)
 
 
-@pytest.fixture(scope="module", params=["int4", "int8", "fp32", "experts"])
+# Whole tiles and vectors, as the CPU's native steps need them.
+NATIVE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+HYBRID = {
+    "hidden_size": 128, "intermediate_size": 192, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+}  # fmt: skip
+EIGHT: dict[str, tuple[str, dict[str, int]]] = {
+    "int4": ("llama", NATIVE),
+    "int8": ("llama", NATIVE),
+    "fp32": ("llama", {}),
+    "experts": ("qwen3_moe", {**NATIVE, "moe_intermediate_size": 64}),
+    "hybrid": ("qwen3_5", HYBRID),
+}
+
+
+@pytest.fixture(scope="module", params=EIGHT)
 def eight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """Eight adapters: of other ranks, other matrices, and one of all."""
-    directory = tmp_path_factory.mktemp(request.param)
-    family = "qwen3_moe" if request.param == "experts" else "llama"
-    weights = {"experts": "int4", "fp32": "auto"}.get(request.param, request.param)
+    """Eight adapters: of other ranks, other matrices, and one of all, which is for torch's operators where there are
+    experts. The others are for native steps, but in fp32."""
+    family, sizes = EIGHT[request.param]
+    weights = {"experts": "int4", "hybrid": "int4", "fp32": "auto"}.get(request.param, request.param)
     config = EngineConfig(device="cpu", weights=weights, dtype="fp32" if request.param == "fp32" else "auto")
     attention = [{"r": rank, "target_modules": ["q_proj", "v_proj", "o_proj"]} for rank in (1, 8, 16, 40)]
     others = [{"r": 8, "target_modules": ["lm_head"]}, {"r": 2, "target_modules": ["embed_tokens", "k_proj"]}]
-    case = made(directory, family, config, {}, *attention, *others, {"target_modules": ["k_proj"]})
+    directory = tmp_path_factory.mktemp(request.param)
+    case = made(directory, family, config, {}, *attention, *others, {"target_modules": ["k_proj"]}, **sizes)
+    assert (case.engine.runner.cpu_program is None) == (request.param == "fp32")
     yield case
     case.engine.close()
 
@@ -175,7 +194,7 @@ def test_packed_weights_answer_as_their_numbers_with_the_adapter_would(eight: Ca
 
 
 def test_pages_of_an_adapter_are_found_by_itself_alone(tmp_path: Path) -> None:
-    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), {}, {})
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), {}, {}, **NATIVE)
     ids, (first, second) = tuple(prompt(200)), case.adapters
     reuse = KVReuse(directory=tmp_path / "kv", ram_bytes=1 << 24)
 
@@ -191,10 +210,26 @@ def test_pages_of_an_adapter_are_found_by_itself_alone(tmp_path: Path) -> None:
     again = Engine.load(tmp_path / "model", EngineConfig(device="cpu", weights="int4"), reuse=reuse)
     assert all(cached(again, *use) >= 128 for use in uses), "after a restart too"
     again.close()
-    write_peft_adapter(Path(first.path), write_checkpoint(tmp_path / "same", "llama"), seed=9)
+    write_peft_adapter(Path(first.path), write_checkpoint(tmp_path / "same", "llama", **NATIVE), seed=9)
     renewed = Engine.load(tmp_path / "model", EngineConfig(device="cpu", weights="int4"), reuse=reuse)
     assert cached(renewed, first) == 0, "the files of the adapter are others"
     renewed.close()
+
+
+def test_beams_are_searched_with_the_adapter(tmp_path: Path) -> None:
+    case = made(tmp_path, "llama", FP32, {})
+    ids, refs = prompt(15), tuple(case.adapters)
+    sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    (heard,) = answered(case.engine, Request(tuple(ids), sampling, beams=3, adapters=refs))
+    found = case.peers[0].generate(
+        input_ids=torch.tensor([ids]),
+        max_new_tokens=10,
+        min_new_tokens=10,
+        num_beams=3,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert heard.token_ids == found[0, len(ids) :].tolist()
 
 
 def test_requests_of_different_adapters_do_not_follow_each_other(eight: Case) -> None:
@@ -206,7 +241,7 @@ def test_requests_of_different_adapters_do_not_follow_each_other(eight: Case) ->
 
 
 def test_streamed_blocks_take_adapters_that_are_in_memory(tmp_path: Path) -> None:
-    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), {})
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), {}, **NATIVE)
     engine, residency = case.engine, case.engine.residency
     requests = [Request(tuple(prompt(30, seed=i)), SAMPLING, adapters=use) for i, use in enumerate([case.adapters, ()])]
     requests = [replace(request, adapters=tuple(request.adapters)) for request in requests]
@@ -218,7 +253,7 @@ def test_streamed_blocks_take_adapters_that_are_in_memory(tmp_path: Path) -> Non
 
 def test_a_draft_is_computed_with_the_adapter(tmp_path: Path) -> None:
     config = EngineConfig(device="cpu", weights="int4", speculate="ngram", draft_tokens=4)
-    case = made(tmp_path, "llama", config, {})
+    case = made(tmp_path, "llama", config, {}, **NATIVE)
     plain = Engine.load(tmp_path / "model", EngineConfig(device="cpu", weights="int4", speculate="off"))
     repeated = tuple(prompt(12) * 4)
     request = Request(
@@ -243,7 +278,7 @@ def another(folder: Path, number: int) -> AdapterRef:
 def test_many_adapters_pass_through_the_memory_of_a_few(tmp_path: Path) -> None:
     """200 in the memory of 20: what is not there is read again, what an answer uses stays, nothing is left over."""
     targets = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), targets)
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4"), targets, **NATIVE)
     (first,) = case.adapters
     engine, ids = case.engine, tuple(prompt(20))
     requests = [Request(ids, SAMPLING, adapters=(another(Path(first.path), number),)) for number in range(200)]
@@ -309,3 +344,12 @@ def _segment(begin: int, end: int, adapters: tuple[AppliedAdapter, ...]) -> Segm
 
 def _linear(name: str, weight: Tensor) -> Linear:
     return Linear(Dense("fp32"), {"weight": weight.contiguous()}, *weight.shape, name=name)
+
+
+def test_the_plan_sets_memory_aside_for_adapters_that_are_named(tmp_path: Path) -> None:
+    case = made(tmp_path, "llama", EngineConfig(device="cpu", weights="int4", adapter_memory=8 << 20), {}, **NATIVE)
+    assert case.engine.plan is not None and case.engine.plan.ledger["ram"]["adapters"] == 8 << 20
+    assert case.engine.adapters.budget_bytes == 8 << 20
+    named = load_settings({"adapter": [f"{case.adapters[0].path}:0.5"]}, environ={}).settings
+    assert with_room_for_adapters(named).adapter_memory == 64 << 20, "room for small ones to switch to"
+    assert with_room_for_adapters(load_settings({}, environ={}).settings).adapter_memory is None
