@@ -180,17 +180,26 @@ def test_a_batch_of_eight_answers_as_each_does_alone(eight: Case) -> None:
     assert eight.engine.adapters.used_bytes > 0
 
 
-def test_packed_weights_answer_as_their_numbers_with_the_adapter_would(eight: Case) -> None:
-    """The adapter's change of the logits beside that of an engine in fp32 from the same numbers."""
-    ids, ref = prompt(40), eight.adapters[0]
-    base, changed = eight.logits(ids), eight.logits(ids, ref)
-    exact = Engine.load(Path(ref.path).parent / "model", FP32)
-    other = Case(exact, [], [])
-    wanted = other.logits(ids, ref) - other.logits(ids)
-    found = changed - base
-    # INT4 rounds the model itself by a tenth; that the change is the same one is what is asked here.
-    assert torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.9
-    exact.close()
+KINDS = {
+    "llama": (NATIVE, ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head")),
+    "qwen3_5": (HYBRID, ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj")),
+}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_native_steps_change_what_an_adapter_of_each_matrix_changes(tmp_path: Path, family: str) -> None:
+    """The change of the logits beside that of an engine in fp32 from the same numbers."""
+    sizes, matrices = KINDS[family]
+    options = [{"target_modules": [matrix], "r": 20} for matrix in matrices]
+    packed = made(tmp_path, family, EngineConfig(device="cpu", weights="int8"), *options, **sizes)
+    assert packed.engine.runner.cpu_program is not None
+    exact, ids = Case(Engine.load(tmp_path / "model", FP32), packed.adapters, []), prompt(40)
+    bases = packed.logits(ids), exact.logits(ids)
+    for matrix, adapter in zip(matrices, packed.adapters, strict=True):
+        ref = AdapterRef(adapter.path, 30.0)  # by which each changes more than INT8 rounds
+        found, wanted = packed.logits(ids, ref) - bases[0], exact.logits(ids, ref) - bases[1]
+        assert torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0) > 0.95, matrix
+    exact.engine.close()
 
 
 def test_pages_of_an_adapter_are_found_by_itself_alone(tmp_path: Path) -> None:
