@@ -51,6 +51,14 @@ def test_a_pulled_adapter_tells_how_it_is_used_is_listed_and_removed() -> None:
     assert run_cli("adapters", "--json").json["adapters"] == []
 
 
+def test_pull_fetches_the_adapters_that_a_command_names_and_no_other_name() -> None:
+    assert run_cli("run", "-p", "Once", "--adapter", REPO).err.count(f"localllm pull {REPO}") == 1
+    run_cli("run", "-p", "Once", "--adapter", f"{REPO}:0.5", "--pull", "--max-tokens", "1")  # its weights are noise
+    assert [each["name"] for each in run_cli("adapters", "--json").json["adapters"]] == ["fox-lora"]
+    refused = run_cli("run", "-p", "Once", "--adapter", "owl", "--pull")
+    assert refused.code == 1 and "the adapter owl is not on this disk" in refused.err
+
+
 def test_a_pull_in_json_has_what_the_list_has() -> None:
     pulled = run_cli("pull", REPO, "--json").json
     [listed] = run_cli("adapters", "--json").json["adapters"]

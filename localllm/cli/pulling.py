@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Files = TypeVar("Files")
 PULL = option(
     "--pull",
-    "Download the model if it is not on this disk.\n"
+    "Download the model and its adapters if they are not on this disk.\n"
     "Without this flag you are asked on a terminal; elsewhere it is an error.",
     group=MACHINE,
 )

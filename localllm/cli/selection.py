@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
-from localllm.errors import Fix, ModelNotFoundError
+from localllm.errors import AdapterError, Fix, ModelNotFoundError
 from localllm.runtime.engine_loader import refuse_idle_vram
 from localllm.runtime.presets import choose
 from localllm.runtime.selection import Selection, locate, require_weights, with_defaults
@@ -22,13 +22,29 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
     """The model `word`, a preset's or the one that the settings name, and the settings under these flags; `cli` keeps
     both.
 
-    Raises ModelNotFoundError, UnsupportedModelError, SettingsError, CheckpointError. Uses no network.
+    Raises ModelNotFoundError, UnsupportedModelError, SettingsError, CheckpointError. Uses no network, but for adapters
+    that --pull is to fetch.
     """
     resolved, preset = choose(read_settings(cli, flags), word)
     cli.resolved = resolved
     cli.model = locate(resolved)
     require_weights(cli.model)
-    return replace(with_defaults(resolved, cli.model), preset=preset)
+    selection = replace(with_defaults(resolved, cli.model), preset=preset)
+    if flags.get("pull"):
+        _pull_adapters(cli, selection)
+    return selection
+
+
+def _pull_adapters(cli: CliContext, selection: Selection) -> None:
+    """Pull the adapters that are named and not here. Raises AdapterError, and what a pull does."""
+    from localllm.cli.pulling import pull_adapter
+    from localllm.hub.adapters import locate_adapter, split_scale
+
+    for name, _ in map(split_scale, selection.settings.adapter):
+        try:
+            locate_adapter(name)
+        except AdapterError:
+            pull_adapter(cli, name, selection.resolved)
 
 
 def select_or_pull(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
