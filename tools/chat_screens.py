@@ -142,8 +142,7 @@ async def _plan(pilot: Pilot[Any]) -> None:
 
 async def _models(pilot: Pilot[Any]) -> None:
     await pilot.press("f3")
-    names = [entry.name for entry in load_registry().entries]
-    await until(pilot, lambda: len(_app(pilot).fits._known) >= len(names))
+    await until(pilot, "* qwen")  # the best is marked once all are judged
     await pilot.press("down")
 
 
