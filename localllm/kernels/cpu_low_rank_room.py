@@ -63,11 +63,8 @@ class LowRankRoom:
                 number = numbers[id(own)]
                 uses.append((each.first_row, each.rows, number, floats, _bits(scale)))
                 floats += each.rows * most_tiles[number] * TILE
-        records = torch.zeros(len(self._numbers), len(adapters), dtype=torch.int64)
-        for number, own in enumerate(adapters):
-            for site, record in own.items():
-                records[self._numbers[site], number] = record.words.data_ptr()
-        tables = torch.tensor(segments), torch.tensor(uses), torch.empty(floats), records
+        records = [[own[site].words.data_ptr() if site in own else 0 for own in adapters] for site in self._numbers]
+        tables = torch.tensor(segments), torch.tensor(uses), torch.empty(floats), torch.tensor(records)
         counts = len(segments), len(uses), max(each.rows for each in batch), max(most_tiles)
         addresses = (table.data_ptr() for table in tables)
         self._shape[:] = torch.tensor([*counts, *addresses, len(adapters)])
