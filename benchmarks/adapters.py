@@ -1,9 +1,10 @@
 """The cost of adapters (LoRA): `python -m benchmarks.adapters`.
 
 A model (random INT4 weights of a real shape, which cost what trained ones do) answers eight requests at once: without
-adapters, without any in an engine that has some, with one for all, and with eight different ones. Then single requests
-take turns between adapters that are in memory, beside requests that keep theirs; and adapters are read from the disk.
-Rounds take turns; medians with their lowest and highest. Results go to benchmarks/results/adapters.json.
+adapters, without any in an engine that has some, with one for all, and with eight different ones: each way in an engine
+of its own, and their steps take turns, so that a load on the machine falls on all alike. Then single requests take
+turns between adapters that are in memory, beside requests that keep theirs; and adapters are read from the disk.
+Medians of rounds with their lowest and highest. Results go to benchmarks/results/adapters.json.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 
 NAME, RECIPE = "tinyllama-1.1b", "int4-g64"
-SEQUENCES, PROMPT_TOKENS, STEPS, SKIPPED = 8, 16, 24, 3
+SEQUENCES, PROMPT_TOKENS, STEPS, SKIPPED = 8, 16, 32, 3
 PREFILL_TOKENS = 512
 
 
@@ -80,32 +81,58 @@ def measured(name: str, rank: int, targets: Sequence[str], rounds: int) -> dict[
         tempfile.TemporaryDirectory() as directory,
     ):
         refs = [write_adapter(Path(directory) / f"a{i}", shape.config, rank, targets, i) for i in range(SEQUENCES)]
-        plain, adapted = Engine.load(files, config), Engine.load(files, config)
+        ways: dict[str, list[tuple[AdapterRef, ...]]] = {
+            "base": [()] * SEQUENCES,
+            "beside": [()] * SEQUENCES,
+            "one": [(refs[0],)] * SEQUENCES,
+            "eight": [(ref,) for ref in refs],
+        }
+        engines = {way: Engine.load(files, config) for way in ways}
+        engines["beside"].adapters.check(refs)
+        adapted = engines["eight"]
         began = time.perf_counter()
         adapted.adapters.check(refs)
         result: dict[str, Any] = {"read_ms_each": round(1e3 * (time.perf_counter() - began) / len(refs), 1)}
         result["adapter_bytes"] = adapted.adapters.used_bytes // len(refs)
-        result |= decoding(plain, adapted, refs, rounds) | prefill(adapted, refs, rounds)
+        result |= decoding(engines, ways, rounds) | prefill(adapted, refs, rounds)
         result["switch_ms"] = switching(adapted, refs, rounds)
-        plain.close()
-        adapted.close()
+        for engine in engines.values():
+            engine.close()
     for key, value in result.items():
         print(f"{key}: {value}")
     return result
 
 
-def decoding(plain: Engine, adapted: Engine, refs: Sequence[AdapterRef], rounds: int) -> dict[str, Any]:
+def decoding(
+    engines: Mapping[str, Engine], ways: Mapping[str, Sequence[Sequence[AdapterRef]]], rounds: int
+) -> dict[str, Any]:
     """Milliseconds a step of eight answers, and their ratios to the plain engine's."""
-    none: list[tuple[AdapterRef, ...]] = [()] * SEQUENCES
-    ways: dict[str, Callable[[], float]] = {
-        "base": partial(step_ms, plain, none),
-        "beside": partial(step_ms, adapted, none),
-        "one": partial(step_ms, adapted, [(refs[0],)] * SEQUENCES),
-        "eight": partial(step_ms, adapted, [(ref,) for ref in refs]),
-    }
-    times = interleaved(ways, rounds)
-    found: dict[str, Any] = {f"step_ms_{way}": spread(values) for way, values in times.items()}
-    return found | {f"decode_{way}": paired(times["base"], times[way]) for way in ("beside", "one", "eight")}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    ratios: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds + 1):
+        steps = steps_ms(engines, ways)
+        for way, own in steps.items():
+            times[way].append(median(own))
+            ratios[way].append(median(base / each for base, each in zip(steps["base"], own, strict=True)))
+    found: dict[str, Any] = {f"step_ms_{way}": spread(values[1:]) for way, values in times.items()}
+    return found | {f"decode_{way}": spread(values[1:]) for way, values in ratios.items() if way != "base"}
+
+
+def steps_ms(
+    engines: Mapping[str, Engine], ways: Mapping[str, Sequence[Sequence[AdapterRef]]]
+) -> dict[str, list[float]]:
+    """Milliseconds of each step in which all answers of an engine get a token; the engines take turns."""
+    for way, uses in ways.items():
+        for use in uses:
+            engines[way].submit(_request(PROMPT_TOKENS, STEPS + SEQUENCES, use))
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    while any(engine.has_work for engine in engines.values()):
+        for way, engine in engines.items():
+            began = time.perf_counter()
+            events = engine.step()
+            if sum(isinstance(event, TokenEvent) for event in events) == SEQUENCES:
+                times[way].append(1e3 * (time.perf_counter() - began))
+    return {way: own[SKIPPED:] for way, own in times.items()}
 
 
 def prefill(engine: Engine, refs: Sequence[AdapterRef], rounds: int) -> dict[str, Any]:
@@ -133,19 +160,6 @@ def _request(num_tokens: int, max_tokens: int, adapters: Sequence[AdapterRef]) -
     ids = tuple(random.choices(range(10, 30000), k=num_tokens))
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return Request(ids, sampling, adapters=tuple(adapters))
-
-
-def step_ms(engine: Engine, uses: Sequence[Sequence[AdapterRef]]) -> float:
-    """The median of the steps in which all answers get a token."""
-    for use in uses:
-        engine.submit(_request(PROMPT_TOKENS, STEPS + SEQUENCES, use))
-    times = []
-    while engine.has_work:
-        began = time.perf_counter()
-        events = engine.step()
-        if sum(isinstance(event, TokenEvent) for event in events) == len(uses):
-            times.append(1e3 * (time.perf_counter() - began))
-    return median(times[SKIPPED:])
 
 
 def first_token_s(engine: Engine, num_tokens: int, adapters: Sequence[AdapterRef]) -> float:

@@ -58,7 +58,7 @@ class ServedAdapters:
             self._given.remove(found)
         return found
 
-    def given_to(self, model: ServedModel) -> list[GivenAdapter]:
+    def given_to(self, model: ServedModel | None) -> list[GivenAdapter]:
         return [each for each in self._given if each.model is model]
 
     def splits(self, name: str) -> list[AdaptedName]:
@@ -72,9 +72,9 @@ class ServedAdapters:
                 found.append(AdaptedName(base, written, adapter, scale))
         return found
 
-    def setting(self, model: ServedModel, name: AdaptedName) -> str | None:
+    def setting(self, model: ServedModel | None, name: AdaptedName) -> str | None:
         """Return the value of the setting `adapter` that a name means of a model; None where neither it nor this disk
-        has such an adapter. Reads the disk."""
+        has such an adapter. model: None for one that was not asked for yet. Reads the disk."""
         given = next((each for each in self.given_to(model) if each.is_called(name.adapter)), None)
         files = self._here().get(name.adapter.casefold()) if given is None else given.files
         usual = 1.0 if given is None else given.scale

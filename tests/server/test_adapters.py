@@ -89,9 +89,27 @@ def test_each_dialect_takes_the_name(adapted: tuple[Running, Path]) -> None:
 
 def test_the_list_of_models_has_them_and_each_is_shown(adapted: tuple[Running, Path]) -> None:
     server, _ = adapted
-    names = [row["id"] for row in server.get("/v1/models").json()["data"]]
-    assert names[:3] == ["tiny", "tiny:fox", "tiny:owl"]
-    assert server.get("/v1/models/tiny:fox").json()["id"] == "tiny:fox"
+    rows = server.get("/v1/models").json()["data"]
+    assert [(row["id"], row["parent"]) for row in rows[:3]] == [
+        ("tiny", None),
+        ("tiny:fox", "tiny"),
+        ("tiny:owl", "tiny"),
+    ]
+    for name in ("tiny:fox", "tiny:fox:0.5"):
+        own = server.get(f"/v1/models/{name}").json()
+        assert (own["id"], own["parent"]) == (name, "tiny")
+
+
+def test_ollamas_programs_list_and_show_them(adapted: tuple[Running, Path]) -> None:
+    server, folder = adapted
+    rows = {row["name"]: row for row in server.get("/api/tags").json()["models"]}
+    assert rows["tiny:fox"]["details"]["parent_model"] == "tiny"
+    assert len({rows[name]["digest"] for name in ("tiny:latest", "tiny:fox", "tiny:owl")}) == 3
+    for name, told in (("tiny:fox", "fox"), ("tiny:latest:fox:0.5", "fox:0.5")):
+        shown = server.answer("/api/show", {"model": name})
+        assert shown["details"]["parent_model"] == "tiny" and f"ADAPTER {told}\n" in shown["modelfile"]
+        assert str(folder) not in json.dumps(shown)
+    assert server.post("/api/show", {"model": "tiny:wolf"}).status_code == 404
 
 
 def test_pages_are_found_by_the_same_adapter_alone(adapted: tuple[Running, Path]) -> None:

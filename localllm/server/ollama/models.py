@@ -38,7 +38,7 @@ from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError, body_of, busy
 from localllm.server.fields import optional
 from localllm.server.model_server import capabilities
-from localllm.server.ollama.common import SUCCESS, NamedBody, StatusLine, line, tagged, time_text
+from localllm.server.ollama.common import SUCCESS, NamedBody, StatusLine, bare, line, tagged, time_text
 from localllm.server.replies import NDJSON, JsonReply, StreamReply
 from localllm.text.chat_template import ChatTemplate
 
@@ -157,6 +157,7 @@ async def tags(call: ApiCall, _body: None) -> JsonReply:
             with suppress(ModelNotFoundError, RequestError):  # its files are gone: it cannot be had
                 own = hub.describe(served.selection.model_name)
                 yield from [_listed(pool, name, own) for name in served.names]
+                yield from [_listed_adapted(pool, served, name, own) for name in pool.adapters.of(served)]
         for preset in pool.presets():
             with suppress(LocalLLMError, OSError):
                 yield _listed_preset(pool, preset)
@@ -180,7 +181,7 @@ async def running(call: ApiCall, _body: None) -> JsonReply:
 async def show(call: ApiCall, body: ShowBody) -> JsonReply:
     """Raises RequestError for a model that is not on this disk, CheckpointError for defaults out of range."""
     pool = call.pool
-    return JsonReply(await pool.on_disk(lambda: _shown(pool, body.bare_name)))
+    return JsonReply(await pool.on_disk(lambda: _shown_adapted(pool, body.bare_name) or _shown(pool, body.bare_name)))
 
 
 async def delete(call: ApiCall, body: NamedBody) -> Response:
@@ -326,6 +327,13 @@ def _listed_preset(pool: ModelPool, preset: Preset) -> OllamaListed:
     return OllamaListed(**{**head, "details": details, "digest": digest}, modified_at=modified_at)
 
 
+def _listed_adapted(pool: ModelPool, served: ServedModel, adapter: str, model: ModelDescription) -> OllamaListed:
+    listed = _listed(pool, f"{served.name}:{adapter}", model)
+    details = listed.details.model_copy(update={"parent_model": served.name})
+    digest = hashlib.sha256(f"{listed.digest}:{adapter}".encode()).hexdigest()
+    return listed.model_copy(update={"details": details, "digest": digest})
+
+
 def _base_name(preset: Preset) -> str:
     """Return the name of its model; of a folder or a file without where it is."""
     path = Path(preset.model)
@@ -343,6 +351,19 @@ def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
         expires_at=_NEVER if expires_at is None else time_text(expires_at),
         context_length=facts.ctx,
     )
+
+
+def _shown_adapted(pool: ModelPool, name: str) -> OllamaShown | None:
+    """Return a model with an adapter behind its name; None for any other name."""
+    for adapted in pool.adapters.splits(name) if pool.known(name) is None else ():
+        base = bare(adapted.base)
+        if pool.adapters.setting(pool.known(base), adapted) is not None:
+            with suppress(RequestError):
+                shown = _shown(pool, base)
+                details = shown.details.model_copy(update={"parent_model": base})
+                modelfile = f"{shown.modelfile}ADAPTER {adapted.written}\n"
+                return shown.model_copy(update={"modelfile": modelfile, "details": details})
+    return None
 
 
 def _shown(pool: ModelPool, name: str) -> OllamaShown:

@@ -27,10 +27,13 @@ class ModelMeta(ReplyBody):
 
 
 class ListedModel(ReplyBody):
+    """parent: the model of one with adapters."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    parent: str | None = None
     display_name: str
     type: Literal["model"] = "model"
     created_at: str
@@ -58,9 +61,10 @@ async def models(call: ApiCall, _body: None) -> JsonReply:
             yield _preset(pool, presets.pop(0))
         for served in pool.models:
             meta = _meta(served)
-            adapted = [f"{served.name}:{name}" for name in pool.adapters.of(served)]
-            names = (*served.names, *adapted)
-            yield from (_described(pool, name, served.selection.files.repo, meta) for name in names)
+            repo = served.selection.files.repo
+            yield from (_described(pool, name, repo, meta) for name in served.names)
+            adapted = (f"{served.name}:{name}" for name in pool.adapters.of(served))
+            yield from (_described(pool, name, repo, meta, served.name) for name in adapted)
         for preset in presets:
             with suppress(LocalLLMError):  # its model is not here any more
                 yield _preset(pool, preset)
@@ -77,9 +81,10 @@ async def model(call: ApiCall, _body: None) -> JsonReply:
     if call.request.scope["path"] == "/v1/models/":  # the list's own address
         return await models(call, None)
     name = call.request.path_params["model"]
-    served = await call.pool.find(name)
-    meta = await call.pool.on_disk(lambda: _meta(served))
-    return JsonReply(_described(call.pool, name, served.selection.files.repo, meta))
+    asked = await call.pool.asked(name)
+    served, meta = asked.served, await call.pool.on_disk(lambda: _meta(asked.served))
+    parent = served.name if asked.adapter else None
+    return JsonReply(_described(call.pool, name, served.selection.files.repo, meta, parent))
 
 
 def _preset(pool: ModelPool, preset: Preset) -> ListedModel:
@@ -97,10 +102,11 @@ def _meta(served: ServedModel) -> ModelMeta:
     return ModelMeta(n_ctx=engine.ctx, n_ctx_train=longest, weights=engine.weights, capabilities=found)
 
 
-def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta) -> ListedModel:
+def _described(pool: ModelPool, name: str, repo: str | None, meta: ModelMeta, parent: str | None = None) -> ListedModel:
     return ListedModel(
         id=name,
         created=int(pool.started_at),
+        parent=parent,
         owned_by=(repo or "localllm").partition("/")[0],
         display_name=name,
         created_at=pool.started_text,
