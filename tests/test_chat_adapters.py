@@ -146,13 +146,14 @@ def test_another_model_goes_on_without_adapters_that_are_not_its_own(talk) -> No
     assert result.code == 0 and "going on without the adapter fox" in result.err and "adapters: none\n" in result.err
 
 
-@pytest.mark.parametrize("command", ["run", "chat"])
-def test_the_flag_completes_the_names_of_adapters_on_this_disk(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["run --adapter", "chat --adapter", "merge tiny", "rm"])
+def test_names_of_adapters_on_this_disk_are_completed(tmp_path: Path, command: str) -> None:
     repository, commit = tmp_path / "hub" / "models--maker--Fox-LoRA", "c" * 40
     write_peft(repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    words = {"COMP_WORDS": f"localllm {command} --adapter fo", "COMP_CWORD": "3", "_LOCALLLM_COMPLETE": "complete_bash"}
-    variables = environment(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), **words)
+    words, number = f"localllm {command} fo", str(1 + len(command.split()))
+    asked = {"COMP_WORDS": words, "COMP_CWORD": number, "_LOCALLLM_COMPLETE": "complete_bash"}
+    variables = environment(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"), **asked)
     line = [sys.executable, "-m", "localllm"]
     assert subprocess.run(line, env=variables, capture_output=True, text=True).stdout.split() == ["fox-lora"]

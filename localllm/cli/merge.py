@@ -12,7 +12,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.interrupts import Interrupted
-from localllm.cli.options import argument, complete_installed, option, takes
+from localllm.cli.options import argument, complete_adapters, complete_installed, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.selection import select
 from localllm.config import format_bytes
@@ -37,6 +37,7 @@ MERGE_EXAMPLES = """Examples:
         "ADAPTER[:SCALE]...",
         "A name of `localllm adapters`, ORG/REPO, a folder of PEFT's or a GGUF file; and a factor of what it adds.",
         list[str],
+        completion=complete_adapters,
         required=True,
     ),
     option("-o --output", "The folder to make. Nothing may be in it yet.", "DIR", required=True),

@@ -10,7 +10,7 @@ import typer
 from localllm.cli import options
 from localllm.cli.adapters import print_pulled
 from localllm.cli.context import cli_context
-from localllm.cli.options import option, takes
+from localllm.cli.options import argument, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.cli.pulling import pull, pull_adapter
 from localllm.cli.selection import select_text_only
@@ -184,7 +184,13 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
 
 
 @takes(
-    options.INSTALLED_MODEL,
+    argument(
+        "model",
+        "MODEL",
+        "A name of `localllm list` or `localllm adapters`.",
+        completion=options.complete_files,
+        required=True,
+    ),
     option("--packed", "Delete only its packed weights; also works for what is not downloaded, and for tiny."),
     options.UNASKED,
     option("--json", "One JSON object: schema_version, model, freed_bytes.", name="as_json"),

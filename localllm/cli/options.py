@@ -78,6 +78,11 @@ def complete_adapters(incomplete: str) -> list[str]:
     return _beginning(incomplete, (adapter.name for adapter in list_adapters()))
 
 
+def complete_files(incomplete: str) -> list[str]:
+    """Return the names of installed models and adapters that begin so."""
+    return [*complete_installed(incomplete), *complete_adapters(incomplete)]
+
+
 def complete_connections(incomplete: str) -> list[str]:
     """Return the programs that begin so."""
     from localllm.runtime.client_configs import names
@@ -236,7 +241,6 @@ MODEL_FLAG = option(
     name="named_model",
     group=ARGUMENTS,
 )
-INSTALLED_MODEL = argument("model", "MODEL", "A name of `localllm list`.", completion=complete_installed, required=True)
 AS_JSON = option("--json", "Print one JSON object.", name="as_json", group=OUTPUT, is_basic=True)
 UNASKED = option("-y --yes", "Do not ask.")
 NO_ATTACH = option(
