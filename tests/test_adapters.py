@@ -123,6 +123,20 @@ def test_any_rank_scale_and_targets_are_those_of_peft(tmp_path: Path, options: d
     torch.testing.assert_close(case.logits(ids, *case.adapters), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_are_stored_in_16_bits_are_computed_in_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A scale that is no power of two would be rounded with them."""
+    case = made(tmp_path, "llama", FP32, {"r": 6, "lora_alpha": 16, "use_rslora": True})
+    file = Path(case.adapters[0].path) / "adapter_model.safetensors"
+    save_file({name: values.to(dtype) for name, values in load_file(file).items()}, file)
+    for name, values in case.peers[0].named_parameters():
+        if "lora_" in name:
+            values.data = values.data.to(dtype).float()
+    ids = prompt(33)
+    expected = peer_logits(case.peers[0], ids)
+    torch.testing.assert_close(case.logits(ids, *case.adapters), expected, rtol=0, atol=TOLERANCE)
+
+
 def test_a_scale_multiplies_and_two_adapters_add_up(tmp_path: Path) -> None:
     """Of one matrix in the last layer, whose changes of the logits' input add up exactly."""
     targets = {"target_modules": ["lm_head"]}

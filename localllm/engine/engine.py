@@ -18,6 +18,7 @@ from pathlib import Path
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
 from localllm.cache.prefix import PrefixCache
+from localllm.engine.adaptable_layers import AdaptableLayers
 from localllm.engine.adapters import AdapterCache, adapter_bytes
 from localllm.engine.card import fault_of, faults_told
 from localllm.engine.engine_info import EngineFacts, EngineStatus, SlotFacts
@@ -93,9 +94,7 @@ class Engine(StepLoop):
             plan,
             note,
         )
-        self.adapters = AdapterCache(
-            lambda: residency.model, lambda: residency.runner.cpu_program is not None, adapter_bytes(plan)
-        )
+        self.adapters = AdapterCache(AdaptableLayers.of(model), lambda: residency.is_native, adapter_bytes(plan))
         self._replan, self._limits = loaded.replan, limits or Limits()
         end_of_turn = end_of_turn_id(template, tokenizer) if isinstance(template, ChatTemplate) else None
         eos = (*model.config.eos_token_ids, tokenizer.eos_token_id, end_of_turn)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 from localllm.cache.paged_kv import PagedKV
-from localllm.engine.adapters import AdapterCache, variant
+from localllm.engine.adapters import AdapterCache, adapter_bytes, variant
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
 from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache, snapshot_bytes
@@ -101,13 +101,8 @@ class KVAllocator:
         """Give a sequence a branch of what another one has computed. Raises what torch does where there is no
         memory."""
         assert leader.kv is not None
-        adapters = self.adapters.take(follower.request.adapters)
-        try:
-            follower.kv = leader.kv.branch(follower.kv_capacity)
-        except BaseException:
-            self.adapters.give_back(adapters)
-            raise
-        follower.kv.adapters = adapters
+        follower.kv = leader.kv.branch(follower.kv_capacity)
+        self.adapters.share(follower.kv.adapters)
         self._watch(follower, follower.kv)
 
     def _watch(self, sequence: Sequence, kv: PagedKV) -> None:
@@ -133,7 +128,9 @@ class KVAllocator:
         sequence.kv.close()
 
     def share_ram(self, plan: Plan | None) -> None:
-        """Give the cached pages the memory that a plan has for them; None: what they have."""
+        """Give the cached pages and adapters the memory that a plan has for them; None: what they have."""
+        if plan is not None:
+            self.adapters.limit(adapter_bytes(plan))
         if self.prefix is not None and plan is not None:
             self.prefix.limit_ram(kept_bytes(self._reuse, plan), snapshot_bytes(self._reuse, plan))
 

@@ -120,6 +120,14 @@ class Residency:
         runner: ModelRunner | None = self.__dict__.get("runner")  # none where it was lost
         return 0 if runner is None else runner.graphs.num_rooms * planned // GRAPH_ROOMS
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the CPU's native steps compute the model; from any thread, also while blocks move."""
+        runner: ModelRunner | None = self.__dict__.get("runner")
+        if runner is not None:
+            self._is_native = runner.cpu_program is not None
+        return self._is_native
+
     def new_kv(self, capacity: int) -> PagedKV:
         return self.kv_pages.new(capacity)
 

@@ -16,6 +16,7 @@ from localllm.engine.kv_allocator import KVAllocator, tokens_needed
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.sequence import Sequence
 from localllm.engine.step_types import Chunk, Limits
+from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PAGE_TOKENS
 
 Scheduled = SequenceOf[tuple[Sequence, Chunk]]
@@ -179,7 +180,7 @@ class Scheduler:
                 break
             try:
                 self.allocator.allocate(sequence, self.is_cancelled({sequence.request_id}))
-            except (MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError, LocalLLMError) as error:
                 if self.running and is_out_of_memory(error):  # when an answer ends there is more
                     break
                 self.waiting.remove(sequence)  # who hears of the failure looks at the first one

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.engine.adaptable_layers import AdaptableLayers
 from localllm.engine.adapters import AdapterCache
 from localllm.engine.engine import Engine
 from localllm.engine.request import AdapterRef
@@ -61,7 +62,7 @@ def made(folder: Path, family: str, weights: str, *adapters: dict[str, Any], kv:
     """The adapters have the scales 1, 0.5, ..."""
     peer, applied = write_checkpoint(folder / "model", family, **sizes), []
     engine = Engine.load(folder / "model", EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
-    cache = AdapterCache(lambda: engine.model, lambda: False, 1 << 30)
+    cache = AdapterCache(AdaptableLayers.of(engine.model), lambda: False, 1 << 30)
     for number, options in enumerate(adapters):
         write_peft_adapter(folder / f"adapter{number}", peer, seed=number, **options)
         applied += cache.take([AdapterRef(str(folder / f"adapter{number}"), scale=1 / (1 + number))])

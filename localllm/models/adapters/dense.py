@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ class DenseDeltas:
         matrix = place.matrix
         computed = torch.zeros(matrix.out_features, matrix.in_features)
         for delta, own in self._deltas[place.site]:
-            exact = replace(delta, a=delta.a.float(), b=delta.b.float())
-            part = low_rank(exact, own, self._adapter, self._config)
+            part = low_rank(delta, own, self._adapter, self._config)
             added = part.b @ part.a
             added = added.T if place.site == EMBED else added
             computed[part.first_row : part.first_row + len(added)] += added

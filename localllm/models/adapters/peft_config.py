@@ -10,7 +10,7 @@ from pathlib import Path
 from localllm.errors import AdapterError, show
 from localllm.models.adapters.patterns import NamePatterns
 from localllm.models.adapters.stored import LoraPair, unsupported
-from localllm.models.fields import Fields
+from localllm.models.fields import Fields, is_integer
 from localllm.models.strict_json import JsonLimits, read_json_object
 
 CONFIG = "adapter_config.json"
@@ -42,6 +42,7 @@ class PeftConfig:
 
     targets: names of modules, or their ends, that it says it changes; () where it does not list them.
     parameters: of modules, that it changes in place of the modules.
+    layers: the numbers of those that it changes; None where it does not list them.
     ties_embeddings: the head is changed as the embedding is, where it is that.
     """
 
@@ -54,6 +55,7 @@ class PeftConfig:
     is_rank_stabilized: bool
     targets: tuple[str, ...]
     parameters: tuple[str, ...]
+    layers: frozenset[int] | None
     ties_embeddings: bool
 
     @classmethod
@@ -67,12 +69,13 @@ class PeftConfig:
             str(path),
             fields.optional_text("base_model_name_or_path") or "",
             fields.optional_integer("r", 1, _MAX_RANK) or 8,
-            _or(fields.optional_number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA), 8.0),
+            8.0 if (alpha := fields.optional_number("lora_alpha", -_MAX_ALPHA, _MAX_ALPHA)) is None else alpha,
             NamePatterns(_ranks(fields), f"{path}: rank_pattern"),
             NamePatterns(_alphas(fields), f"{path}: alpha_pattern"),
             fields.flag(_RANK_STABILIZED),
             () if has_exclusions else _names(fields, "target_modules"),
             _names(fields, "target_parameters"),
+            _layers(fields),
             fields.flag("ensure_weight_tying"),
         )
 
@@ -88,7 +91,8 @@ class PeftConfig:
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return what multiplies b @ a of a module."""
-        alpha = _or(self.alphas.value(self._key(module)), self.alpha)
+        own = self.alphas.value(self._key(module))
+        alpha = self.alpha if own is None else own
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def _key(self, module: str) -> str:
@@ -114,11 +118,11 @@ def _require_lora(fields: Fields) -> None:
     if bias != "none":
         raise unsupported(fields.source, f"a trained bias (bias {show(bias)})")
     begun = fields.get("init_lora_weights")
-    name = str(begun).lower().partition("_niter_")[0]
-    if isinstance(begun, str) and name in _TAKING:
+    taking = next((name for word, name in _TAKING.items() if word in str(begun).lower()), None)
+    if taking is not None:
         why = f"init_lora_weights is {show(begun)}: it was trained on base weights without a part that it took over"
         fix = "convert it with PEFT: save_pretrained(path, path_initial_model_for_weight_conversion=...)"
-        raise unsupported(fields.source, f"{_TAKING[name]}, not converted to plain LoRA,", why, fix)
+        raise unsupported(fields.source, f"{taking}, not converted to plain LoRA,", why, fix)
 
 
 def _ranks(fields: Fields) -> Mapping[str, int]:
@@ -135,8 +139,21 @@ def _names(fields: Fields, key: str) -> tuple[str, ...]:
     """Return a list of names; () where one expression stands in its place."""
     if isinstance(fields.get(key), str):
         return ()
-    return tuple(name for name in fields.items(key, _MAX_TARGETS) or () if isinstance(name, str))
+    found = fields.items(key, _MAX_TARGETS) or []
+    names = tuple(name for name in found if isinstance(name, str))
+    if len(names) < len(found):
+        raise fields.refuse(key, "a list of names")
+    return names
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _layers(fields: Fields) -> frozenset[int] | None:
+    """Return the layers that are listed, or the one that stands in the list's place."""
+    key = "layers_to_transform"
+    value = fields.get(key)
+    found = [value] if is_integer(value) else fields.items(key, _MAX_TARGETS)
+    if found is None:
+        return None
+    layers = frozenset(number for number in found if is_integer(number))
+    if len(layers) < len(set(map(str, found))):
+        raise fields.refuse(key, "numbers of layers")
+    return layers

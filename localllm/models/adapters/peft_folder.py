@@ -30,6 +30,8 @@ from localllm.models.families import in_published_form
 WEIGHTS = "adapter_model.safetensors"
 _OTHERS = ("adapter_model.bin", "adapter_model.pt")
 _MOST_CHARACTERS = 512
+_OTHER_FILES = "have both files of one adapter"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PREFIX = "base_model.model."
 # "…q_proj.lora_A.weight", "…q_proj.lora_A.default.weight", "…embed_tokens.lora_embedding_A"
 _LORA = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.[\w-]+)??(\.weight)?")
@@ -56,11 +58,12 @@ def open_folder(folder: Path, config: ModelConfig) -> StoredAdapter:
     places = MatrixPlaces(made_for)
     with SafetensorsFile(folder / WEIGHTS) as file:
         pairs = _pairs(file, folder, made_for)
-        found = (_deltas(module, pair, peft, places, made_for) for module, pair in pairs.items())
+        found = (_deltas(pair, peft, places, made_for) for pair in pairs)
         deltas = by_name(itertools.chain.from_iterable(found), folder)
     if peft.ties_embeddings and config.tie_word_embeddings and EMBEDDING_NAME in deltas:
         deltas.setdefault(HEAD_NAME, _as_head(deltas[EMBEDDING_NAME]))
     _require_targets(folder, peft, places, deltas)
+    _require_named(folder, peft, [pair.module for pair in pairs], deltas)
     return StoredAdapter(folder, peft.base, made_for, deltas)
 
 
@@ -85,9 +88,9 @@ def _require_files(folder: Path) -> None:
     raise AdapterError(f"{folder} is not an adapter that can be read", why=why, fix=fix)
 
 
-def _pairs(file: SafetensorsFile, folder: Path, config: ModelConfig) -> dict[str, LoraPair]:
-    """Return the pairs of a file by the modules that they change. Raises AdapterError."""
-    halves: dict[str, dict[str, LoraTensor]] = {}
+def _pairs(file: SafetensorsFile, folder: Path, config: ModelConfig) -> list[LoraPair]:
+    """Raises AdapterError."""
+    halves: dict[tuple[str, bool], dict[str, LoraTensor]] = {}
     for name, entry in file.entries.items():
         if len(name) > _MOST_CHARACTERS:
             raise refused(file.path, f"a name has {len(name)} characters; at most {_MOST_CHARACTERS} are read")
@@ -98,7 +101,7 @@ def _pairs(file: SafetensorsFile, folder: Path, config: ModelConfig) -> dict[str
         module, side = found[1].removeprefix(_PREFIX), found[3]
         shown = name.removeprefix(_PREFIX)
         tensor = LoraTensor(shown, entry.shape, _dtype(file, name), partial(file.read_into, name))
-        half = halves.setdefault(module, {})
+        half = halves.setdefault((module, found[2] is not None), {})
         if side in half:
             why = f"{show(half[side].name)} and {show(shown)} are both stored"
             raise AdapterError(f"{folder} holds several adapters", why=why, fix="save one of them by itself, with PEFT")
@@ -106,12 +109,12 @@ def _pairs(file: SafetensorsFile, folder: Path, config: ModelConfig) -> dict[str
     if not halves:
         why = f"{WEIGHTS} has {len(file.entries)} tensors, none of them lora_A or lora_B"
         raise AdapterError(f"{folder} changes nothing", why=why, fix="choose another adapter")
-    for module, half in halves.items():
+    for (module, _), half in halves.items():
         if len(half) < 2:
             (present,) = half.values()
             why = f"{show(present.name)} is there, and not the lora_{'B' if 'A' in half else 'A'} that belongs to it"
             raise AdapterError(f"{folder}: half of {show(module)} is missing", why=why, fix="fetch its files anew")
-    return {module: LoraPair(folder, module, half["A"], half["B"]) for module, half in halves.items()}
+    return [LoraPair(folder, module, half["A"], half["B"]) for (module, _), half in halves.items()]
 
 
 def _dtype(file: SafetensorsFile, name: str) -> str:
@@ -141,10 +144,9 @@ def _require_base_copy(name: str, shape: tuple[int, ...], folder: Path, config: 
     raise unsupported(folder, f"a whole tensor beside the thin ones (modules_to_save: {show(name)})")
 
 
-def _deltas(
-    module: str, pair: LoraPair, peft: PeftConfig, places: MatrixPlaces, config: ModelConfig
-) -> Iterator[WeightDelta]:
+def _deltas(pair: LoraPair, peft: PeftConfig, places: MatrixPlaces, config: ModelConfig) -> Iterator[WeightDelta]:
     """Yield what a pair adds: to a matrix, or to one of each expert. Raises AdapterError."""
+    module = pair.module
     plain = _plain(module, config)
     stem, _, last = plain.rpartition(".")
     if (experts := places.experts(_unwrapped(plain))) is not None:
@@ -194,3 +196,16 @@ def _require_targets(folder: Path, peft: PeftConfig, places: MatrixPlaces, delta
             why = f"{CONFIG} lists it in target_modules, the model has {len(sites)} such modules, {WEIGHTS} none"
             what = f"{folder}: what the adapter adds to {show(target)} is missing"
             raise AdapterError(what, why=why, fix="fetch the adapter's files anew")
+
+
+def _require_named(folder: Path, peft: PeftConfig, modules: Iterable[str], deltas: Iterable[str]) -> None:
+    """Raise AdapterError where the config names none of the modules that the file changes, or not their layers: PEFT
+    leaves those out."""
+    ends = tuple(f".{target}" for target in peft.targets)
+    if ends and not peft.parameters and not any(f".{_unwrapped(module)}".endswith(ends) for module in modules):
+        why = f"target_modules is {', '.join(map(show, peft.targets[:4]))}; {WEIGHTS} changes none of these"
+        raise AdapterError(f"{folder}: {CONFIG} and {WEIGHTS} do not belong together", why=why, fix=_OTHER_FILES)
+    numbers = {int(layer[1]) for name in deltas if (layer := _LAYER.match(name))}
+    if peft.layers is not None and (others := numbers - peft.layers):
+        why = f"layers_to_transform lists {sorted(peft.layers)[:8]}; {WEIGHTS} changes layer {min(others)}, too"
+        raise AdapterError(f"{folder}: {CONFIG} and {WEIGHTS} do not belong together", why=why, fix=_OTHER_FILES)

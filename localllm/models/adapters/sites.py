@@ -48,10 +48,10 @@ def placed(adapter: StoredAdapter, config: ModelConfig) -> Iterator[tuple[Weight
 
 
 def low_rank(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, config: ModelConfig) -> LowRank:
-    """Return what is added to a site's matrix, in the model's order of its rows. Raises AdapterError where scaled
-    numbers are too large for their dtype."""
+    """Return what is added to a site's matrix, fp32, in the model's order of its rows. Raises AdapterError where scaled
+    numbers are too large for that."""
     scale = delta.scale * place.matrix.scale
-    a, b = delta.a, delta.b * scale
+    a, b = delta.a.float(), delta.b.float() * scale  # as PEFT computes: a scale that is rounded to bf16 is 0.4 % off
     if not bool(torch.isfinite(b).all()):
         what = f"{adapter.place}: the numbers of {show(delta.stored)} are too large"
         raise AdapterError(what, why=f"multiplied by {scale:g} they are infinite in {b.dtype}", fix=CHOOSE_ANOTHER)
