@@ -368,6 +368,9 @@ class _First:
             return
         room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
         self._cli.output.note(f"serving {name} ({engine.weights}, {room}) on {where}")
+        if adapters := self._server.pool.adapters.given_to(served):
+            names = ", ".join(f"{served.name}:{each.files.name}" for each in adapters)
+            self._cli.output.note(f"requests may name its adapters: {names}")
         tell_addresses(self._cli.output, self.addresses)
 
 

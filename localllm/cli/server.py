@@ -45,6 +45,9 @@ def ps_command(context: typer.Context, as_json: bool) -> None:
         return
     header = ("NAME", "STATE", "WEIGHTS", "CONTEXT", "RESERVED", "ANSWERS", "UNTIL", "PID")
     output.table(header, [_cells(row) for row in rows], optional=("PID", "WEIGHTS"))
+    for row in rows:
+        if row.get("adapters"):
+            output.line(f"{row['name']} has adapters in memory: {', '.join(row['adapters'])}")
 
 
 @takes(
@@ -83,7 +86,8 @@ def stop_command(context: typer.Context, model: str | None, adapter: str | None)
         return
     told = _asked("POST", "/unload", {"model": _own(model), **({} if adapter is None else {"adapter": _own(adapter)})})
     assert told is not None
-    output.note(f"{told['name']} is unloaded")
+    what = "leaves when the answers that use it have ended" if told.get("is_used") else "is unloaded"
+    output.note(f"{told['name']} {what}")
 
 
 def own_url() -> str | None:

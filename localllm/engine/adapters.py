@@ -9,7 +9,8 @@ import hashlib
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +151,8 @@ class AdapterCache:
     def _load(self, ref: AdapterRef, version: Version) -> Adapter:
         # INT8 takes a quarter of fp32, in which few are stored.
         self._require_budget(sum(file.stat().st_size for file in _files(ref)) // 4, "at least ")
-        weights = read_adapter(Path(ref.path), self._layers.config, ref.name)
+        with _by_name(ref):
+            weights = read_adapter(Path(ref.path), self._layers.config, ref.name)
         if _version(ref) != version:
             what, why = f"the files of the adapter {ref.name or ref.path} have changed", "they were read meanwhile"
             raise AdapterError(what, why=why, fix="ask again")
@@ -194,6 +196,16 @@ def variant(applied: Sequence[AppliedAdapter]) -> bytes:
     return hashlib.blake2b(named, digest_size=16, person=b"localllm-lora").digest()
 
 
+@contextmanager
+def _by_name(ref: AdapterRef) -> Iterator[None]:
+    """Errors call an adapter by its name: clients of a server are not told where it is."""
+    try:
+        yield
+    except AdapterError as error:
+        what, why = (text.replace(ref.path, ref.name or ref.path) for text in (error.what, error.why))
+        raise AdapterError(what, why=why, fix=error.fixes) from None
+
+
 def _files(ref: AdapterRef) -> list[Path]:
     path = Path(ref.path)
     return [path] if path.suffix.casefold() == ".gguf" else [path / name for name in _FILES]
@@ -204,6 +216,6 @@ def _version(ref: AdapterRef) -> Version:
     try:
         stats = [file.stat() for file in _files(ref)]
     except OSError as error:
-        why = f"{error.filename}: {error.strerror}"
+        why = f"{Path(error.filename).name}: {error.strerror}"
         raise AdapterError(f"the adapter {ref.name or ref.path} cannot be read", why=why) from None
     return ref.path, ";".join(f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}" for stat in stats)

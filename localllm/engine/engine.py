@@ -313,7 +313,7 @@ class Engine(StepLoop):
         for each in list(self.scheduler.running):
             num_prefilled = 0 if each.kv is None else min(each.kv.length, each.num_prompt_tokens)
             slots.append(SlotFacts(each.request_id, each.num_prompt_tokens, num_prefilled, each.num_completion_tokens))
-        return EngineStatus(tuple(slots), self.scheduler.num_waiting, idle_s)
+        return EngineStatus(tuple(slots), self.scheduler.num_waiting, idle_s, self.adapters.names)
 
     def abort(self, request_id: int) -> None:
         """Stop a request between two blocks of the running forward; its last event says "cancelled"."""

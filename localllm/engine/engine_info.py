@@ -64,6 +64,7 @@ class EngineStatus:
     running: tuple[SlotFacts, ...] = ()
     num_waiting: int = 0
     idle_s: float = 0.0  # since a request came, or one ended
+    adapters: tuple[str, ...] = ()  # the names of those in memory
 
     @property
     def is_idle(self) -> bool:

@@ -56,14 +56,18 @@ def split_scale(text: str) -> tuple[str, float]:
     return name, scale
 
 
-def list_adapters() -> list[AdapterFiles]:
+def list_adapters(text: str | None = None) -> list[AdapterFiles]:
     """Return the adapters in the hub's cache that are here whole. One is called by the last part of its repository's
-    name, in small letters, where no other is called so."""
+    name, in small letters, where no other is called so.
+
+    text: only those are looked at whose repositories it may name.
+    """
     cache_dir = HubSettings.from_environment().cache_dir
     found: list[AdapterFiles] = []
     for folder in sorted(cache_dir.glob("models--*--*")) if is_folder(cache_dir) else []:
         repo = folder.name.removeprefix("models--").replace("--", "/", 1)
-        if REPO_ID.fullmatch(repo):
+        is_meant = text is None or repo.partition("/")[2].casefold() in text.casefold()
+        if is_meant and REPO_ID.fullmatch(repo):
             found += adapters_of(RepoCache(cache_dir, repo))
     times = Counter(map(_last_part, found))
     return [replace(each, name=_last_part(each)) if times[_last_part(each)] == 1 else each for each in found]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
 from localllm.config import ResolvedSettings
+from localllm.engine.request import MAX_ADAPTER_SCALE
 from localllm.errors import (
     BugError,
     BusyError,
@@ -32,6 +33,7 @@ from localllm.errors import (
     ModelUnusableError,
     SettingsError,
 )
+from localllm.hub.names import NAME_LIMIT
 from localllm.registry import load_registry
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
@@ -115,12 +117,13 @@ class ModelPool:
         the server was started with. Raises ModelNotFoundError for one that is not on this disk, and as `preset_of`."""
         if name is None or ":" not in name or self.known(name.removesuffix(":latest")) is not None:
             return await self._asked(name)
-        for adapted in await self.on_disk(lambda: self.adapters.splits(name)):
-            with contextlib.suppress(ModelNotFoundError):
-                asked = await self._asked(adapted.base)
-                setting = await self.on_disk(partial(self.adapters.setting, asked.served, adapted))
-                if setting is not None:
-                    return asked.with_adapter(adapted.written, setting)
+        for is_told in (True, False):
+            for adapted in await self.on_disk(partial(self.adapters.splits, name, is_told=is_told)):
+                with contextlib.suppress(ModelNotFoundError):
+                    asked = await self._asked(adapted.base)
+                    setting = self.adapters.setting(asked.served, adapted)
+                    if setting is not None:
+                        return asked.with_adapter(adapted.written, setting)
         try:
             return await self._asked(name)
         except ModelNotFoundError as error:
@@ -128,16 +131,18 @@ class ModelPool:
 
     def _no_adapter(self, name: str) -> ModelNotFoundError | None:
         """Return the error of a served model's name with what is no adapter behind it; None for any other name."""
-        parts = name.split(":")
-        bases = (":".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
-        base = next((base for base in bases if self.known(base.removesuffix(":latest")) is not None), None)
-        model = None if base is None else self.known(base.removesuffix(":latest"))
-        if base is None or model is None:
-            return None
+        base, model = name[:NAME_LIMIT], None
+        while model is None:
+            base, colon, _ = base.rpartition(":")
+            if not colon:
+                return None
+            model = self.known(base.removesuffix(":latest"))
         wanted, names = name[len(base) + 1 :], self.adapters.of(model)
         near = difflib.get_close_matches(wanted[:200].casefold(), names, n=1, cutoff=_NEAR)
         what, why = f"{base} has no adapter {wanted[:200]!r} here", f"it has {', '.join(names) or 'none'}"
-        fix = f"ask for {f'{base}:{near[0]}'!r}" if near else "localllm adapters"
+        if wanted.rpartition(":")[0] in names:
+            why += f"; a scale is a number from -{MAX_ADAPTER_SCALE:g} to {MAX_ADAPTER_SCALE:g}"
+        fix = f"ask for {f'{base}:{near[0]}'!r}" if near else "GET /v1/models lists what can be asked for"
         return ModelNotFoundError(what, why=why, fix=fix)
 
     async def _asked(self, name: str | None) -> AskedModel:

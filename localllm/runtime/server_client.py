@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.events import ignore
-from localllm.errors import EngineGoneError, LocalLLMError
+from localllm.errors import AdapterError, EngineGoneError, LocalLLMError
 from localllm.runtime.engine_handle import EnginePeer
 from localllm.runtime.engine_loader import Opening, check
 from localllm.runtime.sockets import IS_SUPPORTED, connected, found_server, listener_pid
@@ -54,7 +54,11 @@ class ServerRefusedError(LocalLLMError):
     def __init__(self, status: int, name: str, message: str) -> None:
         told, _, fix = message.partition(_MENDING)
         what, _, why = told.removesuffix(".").partition(": ")
+        if " " not in what and ": " in why:  # a name, of which something is said
+            said, _, why = why.partition(": ")
+            what = f"{what}: {said}"
         super().__init__(what, why=why, fix=fix)
+        self.code = AdapterError.code if name == "invalid_adapter" else self.code
         self.status = status
         self.name = name
 

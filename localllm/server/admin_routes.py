@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.engine.engine_info import EngineFacts, EngineStatus
-from localllm.errors import EngineStuckError, LocalLLMError, ModelNotFoundError
+from localllm.errors import AdapterError, EngineStuckError, LocalLLMError, ModelNotFoundError
 from localllm.hub.adapters import locate_adapter, split_scale
 from localllm.runtime.engine_client import EngineClient
 from localllm.runtime.served_adapters import GivenAdapter
@@ -119,8 +119,12 @@ async def load(call: ApiCall, body: ModelBody) -> JsonReply:
     word, scale = split_scale(body.adapter)
     files = await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
     given = GivenAdapter(files, scale, served)
-    await asyncio.to_thread(given.check)
     call.pool.adapters.add(given)
+    try:
+        await asyncio.to_thread(given.check)
+    except LocalLLMError:
+        call.pool.adapters.remove(served, files.name)
+        raise
     return JsonReply({"name": f"{served.name}:{files.name}"})
 
 
@@ -144,18 +148,23 @@ async def _unload_adapter(call: ApiCall, served: ServedModel, word: str) -> Json
     """word: the name by which requests name it, or where it is: its files may be gone."""
     given, path = call.pool.adapters.given_to(served), Path(word).resolve()
     name = next((each.files.name for each in given if each.files.path == path or each.files.hub_name == word), word)
-    found = call.pool.adapters.remove(served, name)
-    files = found.files if found else await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
-    num_gone = await asyncio.to_thread(served.engine().unload_adapter, str(files.path))
-    if found is None and not num_gone:
-        why = "there is nothing to unload"
-        raise RequestError(409, f"{served.name}:{files.name} is not loaded", why=why, name="not_loaded")
-    return JsonReply({"name": f"{served.name}:{files.name}"})
+    found, engine = call.pool.adapters.remove(served, name), served.engine()
+    try:
+        files = found.files if found else await call.pool.on_disk(lambda: locate_adapter(word, offline=True))
+    except AdapterError:
+        files = None
+    num_gone = 0 if files is None else await asyncio.to_thread(engine.unload_adapter, str(files.path))
+    if files is None or (found is None and not num_gone):
+        what, why = f"{served.name}:{name} is not loaded", "there is nothing to unload"
+        raise RequestError(409, what, why=why, fix=_WHAT_IS_LOADED, name="not_loaded")
+    is_used = not num_gone and files.name in (await asyncio.to_thread(engine.status)).adapters
+    return JsonReply({"name": f"{served.name}:{files.name}", "is_used": is_used})
 
 
 async def _row(call: ApiCall, served: ServedModel) -> dict[str, Any]:
     """Describe a model that is "loaded", or "loading", or "silent": its engine does not answer, or that has "ended",
-    and is loaded again by the next request. expires_at: in seconds since 1970. memory: bytes by tier, of the plan."""
+    and is loaded again by the next request. expires_at: in seconds since 1970. memory: bytes by tier, of the plan.
+    adapters: the names of those in memory."""
     engine, handle = served.engine_if_loaded, served.handle
     state = "loaded" if engine is not None else "loading" if served.is_loading else "ended"
     pid = handle.peer.pid if isinstance(handle, EngineClient) and state != "ended" else None
@@ -179,4 +188,5 @@ async def _row(call: ApiCall, served: ServedModel) -> dict[str, Any]:
     row |= {"memory": memory, "limits": dict(facts.limits)}
     if status is None:
         return {**row, "state": "silent"}
+    row["adapters"] = [*status.adapters]
     return {**row, "running": len(status.running), "waiting": status.num_waiting}

@@ -130,7 +130,10 @@ def test_pages_are_found_by_the_same_adapter_alone(adapted: tuple[Running, Path]
         ("tiny:wolf", 404, "it has fox, owl, broken, other"),
         ("tiny:latest:foxx", 404, "ask for 'tiny:latest:fox'"),
         ("wolf:fox", 404, "wolf:fox"),
-        ("tiny:fox:1e9", 404, "fox:1e9"),
+        ("tiny:fox:1e9", 404, "a scale is a number from -100 to 100"),
+        ("tiny:fox:x", 404, "a scale is a number"),
+        ("tiny" + ":" * 4090, 404, "no adapter"),
+        ("tiny:fox:" * 100_000, 404, "tiny:fox:tiny"),
         ("tiny:../fox", 404, "fox"),
         ("tiny:broken", 400, "finite"),
         ("tiny:other", 400, "do not fit"),
@@ -139,11 +142,12 @@ def test_pages_are_found_by_the_same_adapter_alone(adapted: tuple[Running, Path]
 def test_a_name_without_an_adapter_and_a_wrong_adapter_are_refused(
     adapted: tuple[Running, Path], name: str, status: int, told: str
 ) -> None:
-    server, _ = adapted
+    server, folder = adapted
     for stream in (False, True):
         reply = server.post("/v1/completions", asked(name, stream=stream))
         assert reply.status_code == status, reply.text
         assert told in reply.json()["error"]["message"]
+        assert str(folder) not in reply.text, "where it is, is not told"
 
 
 def test_a_wrong_adapter_ends_a_server_that_is_started_with_it(tmp_path: Path) -> None:
@@ -151,6 +155,15 @@ def test_a_wrong_adapter_ends_a_server_that_is_started_with_it(tmp_path: Path) -
     (folder / "adapter_model.safetensors").write_bytes(b"cut")
     ended = run_cli("serve", "tiny", "--port", "0", "--adapter", folder)
     assert ended.code == 1 and "adapter_model.safetensors" in ended.err
+
+
+def test_two_adapters_of_one_name_are_refused_at_the_start(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        write_adapter(tmp_path / folder / "fox", 1)
+    named = ("--adapter", tmp_path / "one" / "fox", "--adapter", f"{tmp_path / 'two' / 'fox'}:2")
+    ended = run_cli("serve", "tiny", "--port", "0", *named)
+    assert ended.code == 2 and "two adapters are called fox" in ended.err and "two/fox:2" in ended.err
 
 
 def test_files_that_change_give_the_new_adapter_and_files_that_are_gone_an_error(

@@ -270,16 +270,23 @@ def test_an_adapter_is_loaded_and_unloaded_by_hand(home: Home, tmp_path: Path) -
     assert loaded.returncode == 0 and b"tiny:fox is loaded" in loaded.stderr
     adapted = home.localllm(*ask, "--adapter", folder, torch=False)  # the server's engine answers
     assert adapted.returncode == 0 and adapted.stdout != plain
+    assert home.rows()["tiny"]["adapters"] == ["fox"]
+    assert b"tiny has adapters in memory: fox" in home.localllm("ps", torch=False).stdout
+    (tmp_path / "other").mkdir()
+    taken = home.localllm("load", "tiny", "--adapter", write_adapter(tmp_path / "other" / "fox", 2), torch=False)
+    assert taken.returncode == 1 and b"tiny has an adapter fox already" in taken.stderr
     for named in (folder, "fox"):
         unloaded = home.localllm("stop", "tiny", "--adapter", named, torch=False)
         assert unloaded.returncode == 0 and b"tiny:fox is unloaded" in unloaded.stderr
         again = home.localllm("stop", "tiny", "--adapter", named, torch=False)
-        assert again.returncode == 1, "there is none any more"
+        assert again.returncode == 1 and b"fix:   localllm ps" in again.stderr, "there is none any more"
         assert home.localllm("load", "tiny", "--adapter", folder, torch=False).returncode == 0
     assert home.rows()["tiny"]["state"] == "loaded", "the model stays"
     (folder / "adapter_config.json").write_text("{}")
     wrong = home.localllm("load", "tiny", "--adapter", folder, torch=False)
-    assert wrong.returncode == 1 and b"adapter_config.json" in wrong.stderr
+    assert wrong.returncode == 1 and b"adapter_config.json" in wrong.stderr and b"help adapter" in wrong.stderr
+    nowhere = home.localllm("stop", "tiny", "--adapter", "wolf", torch=False)
+    assert nowhere.returncode == 1 and b"tiny:wolf is not loaded" in nowhere.stderr
     assert home.localllm("stop", "--adapter", "fox", torch=False).returncode == 2
 
 

@@ -355,7 +355,8 @@ def _running(pool: ModelPool, served: ServedModel) -> OllamaLoaded:
 
 def _shown_adapted(pool: ModelPool, name: str) -> OllamaShown | None:
     """Return a model with an adapter behind its name; None for any other name."""
-    for adapted in pool.adapters.splits(name) if pool.known(name) is None else ():
+    found = [each for is_told in (True, False) for each in pool.adapters.splits(name, is_told=is_told)]
+    for adapted in found if pool.known(name) is None else ():
         base = bare(adapted.base)
         if pool.adapters.setting(pool.known(base), adapted) is not None:
             with suppress(RequestError):
