@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from localllm.engine.engine import Engine
 from localllm.engine.request import AdapterRef, Request, SamplingParams
 from localllm.engine.step_types import Limits
-from localllm.errors import AdapterError, DoesNotFitError
+from localllm.errors import AdapterError, DoesNotFitError, NonFiniteError
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.settings import EngineConfig
 from tests.engine_support import Heard, answered, steps
@@ -98,3 +99,11 @@ def test_one_that_was_given_up_is_in_memory_again_when_it_is_checked(tmp_path: P
     engine.adapters.unload()
     engine.check(request)
     assert engine.adapters.used_bytes > 0
+
+
+def test_an_adapter_that_makes_numbers_infinite_is_named(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "huge", 1, lora_alpha=1e9)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: values * 1e13 for name, values in load_file(file).items()}, file)
+    (heard,) = answered(opened(), Request(PROMPT, SAMPLING, adapters=(AdapterRef(str(folder), 100.0, "huge"),)))
+    assert isinstance(heard.finished.error, NonFiniteError) and heard.finished.error.what.endswith("with huge")

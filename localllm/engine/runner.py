@@ -477,10 +477,17 @@ class ModelRunner:
         except StepCancelledError:
             pass
         dtype = str(self.model.dtype).removeprefix("torch.")
+        fixes = [FETCH_ANEW if self.model.dtype is torch.float32 else Fix.flag("--weights", "auto", "--dtype", "fp32")]
+        names = " and ".join(each.adapter.name for each in chunk.kv.adapters)
+        if names:
+            fixes.insert(
+                0,
+                Fix.advice(f"go on without {names}, or with a smaller scale: {chunk.kv.adapters[0].adapter.name}:0.1"),
+            )
         return NonFiniteError(
-            f"the model computed a NaN or an infinity in {culprit}",
+            f"the model computed a NaN or an infinity in {culprit}{f' with {names}' if names else ''}",
             why=f"in {dtype}, at token {chunk.kv.length + chunk.num_tokens} of the sequence; no text was made from it",
-            fix=FETCH_ANEW if self.model.dtype is torch.float32 else Fix.flag("--weights", "auto", "--dtype", "fp32"),
+            fix=fixes,
         )
 
 

@@ -22,7 +22,6 @@ from localllm.errors import AdapterError, Fix, UnsupportedModelError, UsageError
 from localllm.models.adapters.dense import DenseDeltas
 from localllm.models.adapters.places import EMBEDDING_NAME, HEAD_NAME
 from localllm.models.adapters.reader import open_adapter
-from localllm.models.adapters.stored import CHOOSE_ANOTHER
 from localllm.models.architecture import StoredForm
 from localllm.models.block_source import CheckpointBlocks, stored_config
 from localllm.models.checkpoints import gguf
@@ -232,8 +231,9 @@ class _MergedCheckpoint:
                 values += delta.T if self._is_turned(source, delta.shape) else delta
                 values = values.to(dtype)
                 if not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):  # a NaN is both
-                    what, why = "the adapter does not fit the model", f"with it {show(source.name)} is not finite"
-                    raise AdapterError(what, why=why, fix=CHOOSE_ANOTHER)
+                    what = f"with what the adapters add, {show(source.name)} has infinite numbers"
+                    why = f"the largest number of {dtype} is {torch.finfo(dtype).max:.3g}"
+                    raise AdapterError(what, why=why, fix="a smaller scale (ADAPTER:0.5), or another adapter")
             if self._turns_codes(source):
                 values = values.T.contiguous()
             yield values.view(-1).view(torch.uint8).numpy().data
