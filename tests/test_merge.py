@@ -332,7 +332,7 @@ def test_an_adapter_that_makes_infinite_numbers_is_refused_and_nothing_is_left(f
     save_file({name: torch.full_like(tensor, 3e18) for name, tensor in load_file(path).items()}, path)
     before = left_in(folders)
     refused = run_cli("merge", folders / "base", f"{folders / 'adapter'}:100", "-o", folders / "merged")
-    assert (refused.code, left_in(folders)) == (1, before) and "is not finite" in refused.err
+    assert (refused.code, left_in(folders)) == (1, before) and "infinite numbers" in refused.err
 
 
 def test_a_base_in_another_programs_form_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ class _MergedCheckpoint:
                 values = values.to(dtype)
                 if not all(map(math.isfinite, torch.stack(values.aminmax()).tolist())):  # a NaN is both
                     what = f"with what the adapters add, {show(source.name)} has infinite numbers"
-                    why = f"the largest number of {dtype} is {torch.finfo(dtype).max:.3g}"
+                    why = f"the largest number of {str(dtype).removeprefix('torch.')} is {torch.finfo(dtype).max:.3g}"
                     raise AdapterError(what, why=why, fix="a smaller scale (ADAPTER:0.5), or another adapter")
             if self._turns_codes(source):
                 values = values.T.contiguous()
