@@ -19,12 +19,13 @@ from localllm.engine.adaptable_layers import AdaptableLayers
 from localllm.engine.request import AdapterRef
 from localllm.errors import AdapterError, DoesNotFitError, Fix
 from localllm.layers.low_rank import Adapter, AppliedAdapter
+from localllm.models.adapters.peft_config import CONFIG
+from localllm.models.adapters.peft_folder import WEIGHTS
 from localllm.models.adapters.reader import read_adapter
 from localllm.offload.planner.plan import ADAPTERS, Plan
 
 _WITHOUT_PLAN_BYTES = 1 << 30
 _CHECKED = 1024  # versions of adapters of which it is kept that they are sound
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 Version = tuple[str, str]  # a path, and what tells the files there from others
 
@@ -208,7 +209,7 @@ def _by_name(ref: AdapterRef) -> Iterator[None]:
 
 def _files(ref: AdapterRef) -> list[Path]:
     path = Path(ref.path)
-    return [path] if path.suffix.casefold() == ".gguf" else [path / name for name in _FILES]
+    return [path] if path.suffix.casefold() == ".gguf" else [path / CONFIG, path / WEIGHTS]
 
 
 def _version(ref: AdapterRef) -> Version:

@@ -31,10 +31,6 @@ class AdapterWeights:
     sites: Mapping[str, tuple[LowRank, ...]]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for parts in self.sites.values() for each in parts)
-
-    @property
     def rank(self) -> int:
         """Return the largest rank."""
         return max((each.rank for parts in self.sites.values() for each in parts), default=0)

@@ -19,6 +19,7 @@ from localllm.settings import SamplingSettings, Settings
 if TYPE_CHECKING:
     from localllm.engine.request import AdapterRef, SamplingParams
     from localllm.hub import ModelFiles
+    from localllm.hub.adapters import AdapterFiles
     from localllm.registry import ModelEntry
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -56,15 +57,20 @@ class Selection:
         return self.preset.name if self.preset is not None else self.model_name
 
     def adapters(self) -> tuple[AdapterRef, ...]:
-        """Return the adapters that answers are computed with. Uses no network. Raises AdapterError, UsageError."""
+        """Return the adapters that answers are computed with. Raises as `adapter_files`."""
         if not self.settings.adapter:
             return ()
         from localllm.engine.request import AdapterRef
+
+        return tuple(AdapterRef(str(files.path), scale, files.name) for files, scale in self.adapter_files())
+
+    def adapter_files(self) -> list[tuple[AdapterFiles, float]]:
+        """Return the adapters that the settings name, each with its scale. Uses no network. Raises AdapterError,
+        UsageError."""
         from localllm.hub.adapters import locate_adapter, split_scale
 
         pairs = map(split_scale, self.settings.adapter)
-        found = [(locate_adapter(name, offline=self.settings.offline), scale) for name, scale in pairs]
-        return tuple(AdapterRef(str(files.path), scale, files.name) for files, scale in found)
+        return [(locate_adapter(name, offline=self.settings.offline), scale) for name, scale in pairs]
 
     def sampling(self, extra: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the sampling parameters: the settings and `extra`, with a random seed where none is set.

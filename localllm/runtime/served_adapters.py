@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from localllm.engine.request import MAX_ADAPTER_SCALE, AdapterRef, Request
 from localllm.errors import AdapterError, Fix, UsageError
 from localllm.hub.adapter_files import AdapterFiles, is_for
-from localllm.hub.adapters import list_adapters, split_scale
+from localllm.hub.adapters import list_adapters
 from localllm.hub.names import NAME_LIMIT
 from localllm.registry import load_registry
 from localllm.runtime.selection import Selection
@@ -123,13 +123,9 @@ def _with_scale(text: str) -> tuple[str, float | None]:
 
 
 def given_adapters(selection: Selection) -> list[tuple[AdapterFiles, float]]:
-    """Return the adapters that the settings name. Uses no network. Raises AdapterError, and UsageError for two of one
-    name: requests could not tell them apart."""
-    from localllm.hub.adapters import locate_adapter
-
-    offline = selection.settings.offline
-    pairs = map(split_scale, selection.settings.adapter)
-    given = [(locate_adapter(name, offline=offline), scale) for name, scale in pairs]
+    """Return the adapters that the settings name. Raises AdapterError, and UsageError for two of one name: requests
+    could not tell them apart."""
+    given = selection.adapter_files()
     names = Counter(files.name.casefold() for files, _ in given)
     if twice := next((name for name, count in names.items() if count > 1), None):
         why = " and ".join(f"{files.path}:{scale:g}" for files, scale in given if files.name.casefold() == twice)
