@@ -358,6 +358,31 @@ def test_a_scale_that_is_none_is_refused(number):
         split_scale(f"fox:{number}")
 
 
+@pytest.mark.parametrize(("written", "meant"), [("x", 1), ("", 1), ("1,5", 1.5), ("3:", 3), ("1_0", 1), ("Q8_0", 1)])
+def test_behind_an_adapter_that_is_here_only_a_number_stands(fake, hub, tmp_path, monkeypatch, written, meant):
+    pull_adapter(REPO)
+    write_peft(tmp_path / "own")
+    write_gguf_lora(tmp_path / "own.gguf")
+    monkeypatch.chdir(tmp_path)
+    for name in ("./own", "own", "own.gguf", "fox-lora", REPO, f"https://huggingface.co/{REPO}"):
+        with pytest.raises(UsageError) as caught:
+            split_scale(f"{name}:{written}")
+        error = caught.value
+        assert (error.what, error.why) == (
+            f"the scale of the adapter {name!r} is no number from -100 to 100", f"it is {written!r}",
+        )  # fmt: skip
+        assert error.fixes[0].words == (f"{name}:{written}", f"{name}:{meant:g}")
+
+
+def test_behind_a_repository_of_gguf_adapters_a_quantization_stands(fake, hub, loras):
+    pull_adapter("maker/Fox-GGUF:F16")
+    for name in ("maker/Fox-GGUF:F16", "maker/Fox-GGUF:Q8_0", "fox-gguf:f16"):
+        assert split_scale(name) == (name, 1.0)
+        assert split_scale(f"{name}:2") == (name, 2.0)
+    with pytest.raises(UsageError, match="'fox-gguf:f16' is no number"):
+        split_scale("fox-gguf:f16:x")
+
+
 @pytest.mark.parametrize(
     ("said", "base", "wanted"),
     [

@@ -114,3 +114,24 @@ def test_a_pickle_is_refused_with_what_converts_it(hub: FakeHub) -> None:
 
 def test_a_model_is_still_pulled_as_one() -> None:
     assert run_cli("pull", "maker/model", "--json").json["model"] == "maker/model"
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_the_short_help_has_the_flag_for_adapters(command: str) -> None:
+    assert "--adapter NAME" in run_cli(command, "--help").out.decode()
+
+
+def test_an_empty_adapter_is_refused_in_plain_words() -> None:
+    refused = run_cli("run", "tiny", "-p", "hi", "--adapter", "")
+    assert refused.code == 2
+    assert refused.err.splitlines()[:3] == [
+        "error: --adapter is empty",
+        "why:   it must be a text that is not empty",
+        "fix:   leave --adapter out, or give it a text",
+    ]
+
+
+def test_a_wrong_scale_is_refused_with_the_line_to_type(tmp_path: Path) -> None:
+    own = write_peft(tmp_path / "own")
+    refused = run_cli("run", "tiny", "-p", "hi", "--adapter", f"{own}:1,5")
+    assert refused.code == 2 and f"fix:   localllm run tiny -p hi --adapter {own}:1.5" in refused.err

@@ -228,7 +228,7 @@ def argument(
     return _parameter(name, kind, info, required=required, group=ARGUMENTS, is_basic=True)
 
 
-_NAMED = "A name, ORG/REPO[:QUANT], a GGUF file, a folder or a preset."
+_NAMED = "A name, ORG/REPO[:QUANT], GGUF file, folder or preset."
 _NAMES = "\nNames: those of `localllm list --all`, and ollama:NAME."
 _USUAL = " Default: the setting `model`, which is tiny."
 MODEL = argument("model", "MODEL", f"{_NAMED}{_NAMES}{_USUAL}", completion=complete_models)

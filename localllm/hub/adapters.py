@@ -25,7 +25,7 @@ from localllm.hub.adapter_files import (
 )
 from localllm.hub.gguf_files import is_gguf_adapter
 from localllm.hub.installed import locate
-from localllm.hub.names import HubName, looks_like_path, path_of, pull_command, refusal, whole_path
+from localllm.hub.names import HubName, looks_like_path, path_of, pull_command, refusal, short_name, whole_path
 from localllm.hub.quants import models_among, pick
 from localllm.hub.repo_cache import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, RepoCache
 from localllm.hub.settings import HubSettings, Progress
@@ -41,19 +41,38 @@ _LIST = Fix.command("adapters")
 def split_scale(text: str) -> tuple[str, float]:
     """Return the name and the scale of NAME_OR_PATH[:SCALE]. Of a path that is there the whole text is the name.
 
-    Raises UsageError for a number that is no scale.
+    Raises UsageError for a number that is no scale, and for what is no number behind an adapter that is here.
     """
-    name, colon, number = text.rpartition(":")
-    try:
-        scale = float(number)
-    except ValueError:
-        return text, 1.0
+    name, colon, written = text.rpartition(":")
     if not colon or is_there(path_of(text)):
         return text, 1.0
-    if not -MOST_SCALE <= scale <= MOST_SCALE:  # or it is no number: nan
-        why, fix = f"it must be a number from {-MOST_SCALE:g} to {MOST_SCALE:g}", Fix.word(text, f"{name}:1")
-        raise UsageError(f"the scale of the adapter {name[:80]!r} is {number[:20]}", why=why, fix=fix)
-    return name, scale
+    scale = _number(written)
+    if scale is None:
+        before, _, number = name.rpartition(":")
+        if _number(number) is not None and _is_here(before):  # "./fox:3:"
+            name, written = before, text.removeprefix(f"{before}:")
+        elif not _is_here(name):
+            return text, 1.0
+    elif -MOST_SCALE <= scale <= MOST_SCALE:
+        return name, scale
+    near = _number(written.strip(":").replace(",", "."))
+    meant = near if near is not None and -MOST_SCALE <= near <= MOST_SCALE else 1.0
+    what = f"the scale of the adapter {name[:80]!r} is no number from {-MOST_SCALE:g} to {MOST_SCALE:g}"
+    raise UsageError(what, why=f"it is {written[:20]!r}", fix=Fix.word(text, f"{name}:{meant:g}"))
+
+
+def _number(text: str) -> float | None:
+    with suppress(ValueError):
+        return None if "_" in text else float(text)
+    return None
+
+
+def _is_here(name: str) -> bool:
+    """Return whether an adapter has exactly this name: of a repository with GGUF files each has a longer one."""
+    path, called = path_of(name), short_name(name).casefold()
+    if is_gguf_adapter(path) or is_file(path / ADAPTER_CONFIG):
+        return True
+    return any(called in (each.name.casefold(), each.hub_name.casefold()) for each in list_adapters())
 
 
 def list_adapters() -> list[AdapterFiles]:
