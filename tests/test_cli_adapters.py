@@ -135,3 +135,15 @@ def test_a_wrong_scale_is_refused_with_the_line_to_type(tmp_path: Path) -> None:
     own = write_peft(tmp_path / "own")
     refused = run_cli("run", "tiny", "-p", "hi", "--adapter", f"{own}:1,5")
     assert refused.code == 2 and f"fix:   localllm run tiny -p hi --adapter {own}:1.5" in refused.err
+
+
+def test_the_setting_names_an_adapter_of_the_users_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write_peft(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli("config", "set", "adapter", "./own:3", "~/own", "fox-lora").code == 0
+    assert run_cli("config", "get", "adapter").out.decode() == f"'{own}:3', '{own}', 'fox-lora'\n"
+    refused = run_cli("config", "set", "adapter", "./none")
+    assert refused.code == 1 and "there is no adapter" in refused.err

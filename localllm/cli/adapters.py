@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,6 +13,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.options import argument, complete_installed, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.config import format_bytes
+from localllm.present import is_file
 from localllm.registry import load_registry
 from localllm.runtime.presets import model_of
 
@@ -25,6 +27,7 @@ ADAPTERS_EXAMPLES = """Examples:
   localllm adapters qwen3-8b
   localllm adapters --json
 """
+_HERE = Path()
 _TITLES = ("NAME", "FOR", "RANK", "SIZE", "FROM")
 
 
@@ -66,6 +69,20 @@ def print_pulled(output: Output, adapter: AdapterFiles, *, as_json: bool) -> Non
         return
     output.line(f"{adapter.name}: an adapter, {format_bytes(adapter.num_bytes)} in {adapter.path}")
     output.note(f"`{_usage(adapter)}` uses it")
+
+
+def lasting_adapter(word: str, folder: Path = _HERE) -> str:
+    """Return NAME_OR_PATH[:SCALE] as it is found from any folder: a path begins at this one. Raises AdapterError for a
+    path at which there is none."""
+    from localllm.history.records import UsedAdapter
+    from localllm.hub.adapters import locate_adapter, split_scale
+    from localllm.hub.names import looks_like_path, path_of
+
+    name, scale = split_scale(word)
+    path = folder.absolute() / path_of(name)
+    if not (is_file(path) or is_file(path / "adapter_config.json") or looks_like_path(name)):
+        return word
+    return UsedAdapter(str(locate_adapter(str(path)).path), scale).text
 
 
 def _usage(adapter: AdapterFiles, base: str | None = None) -> str:

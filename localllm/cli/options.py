@@ -98,8 +98,8 @@ def complete_setting(incomplete: str) -> list[str]:
 def complete_setting_values(context: typer.Context, incomplete: str) -> list[str]:
     """Return the values that begin so, of the setting that the line names before."""
     key = str(context.params.get("key") or "").replace("-", "_")
-    if key == "model":
-        return complete_models(incomplete)
+    if key in ("model", "adapter"):
+        return (complete_models if key == "model" else complete_adapters)(incomplete)
     if key not in SETTINGS:
         return []
     accepts = SETTINGS[key].accepts
