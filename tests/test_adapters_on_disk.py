@@ -221,6 +221,8 @@ def test_two_adapters_of_one_name_are_called_by_their_repositories(fake, hub):
     assert locate_adapter("other/fox-lora").base == "/home/me/Qwen3-8B"
     assert {str(fix.words[1]) for fix in refused("fox-lora").fixes if fix.kind == "word"} == {REPO, "other/fox-lora"}
     assert "wolf is here" in refused("wolff").why
+    near = refused("fox-lor")
+    assert [fix.words[1] for fix in near.fixes] == [REPO, "other/fox-lora"] and f"{REPO} and other" in near.why
 
 
 def test_what_another_tool_has_fetched_is_an_adapter_unless_it_leads_out_of_the_cache(hub, tmp_path):
@@ -318,6 +320,30 @@ def test_a_path_at_which_there_is_no_adapter_is_told_for_what_it_is(hub, tmp_pat
     assert "is a model, not an adapter" in refused(str(tmp_path / "model")).what
     (folder / WEIGHTS).rename(folder / "adapter_model.bin")
     assert "pickle" in refused(str(folder)).what
+
+
+def test_a_folder_and_a_file_of_two_words_are_no_names_of_the_hub(fake, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("maker/Fox-LoRA").mkdir(parents=True)
+    Path("maker/notes.gguf").write_text("a note")
+    assert "has no adapter_config.json" in refused(REPO).why
+    for action in (locate_adapter, pull_adapter):
+        with pytest.raises(AdapterError, match="there is no adapter") as caught:
+            action("maker/x.gguf")
+        assert caught.value.fix == "localllm adapters" and fake.requests == []
+    assert refused("maker/notes.gguf").fix == "localllm adapters"
+    assert pull_adapter(REPO) == locate_adapter(REPO)
+
+
+def test_a_glance_tells_what_cannot_be_used(hub, tmp_path):
+    usable = {"mine": {}, "dora": {"use_dora": True}, "other": {"peft_type": "IA3"}}
+    for name, config in usable.items():
+        write_peft(tmp_path / name, **config)
+    write_peft(tmp_path / "broken")
+    (tmp_path / "broken" / "adapter_config.json").write_text("{")
+    found = {name: locate_adapter(str(tmp_path / name)).is_usable for name in (*usable, "broken")}
+    assert found == {"mine": True, "dora": False, "other": False, "broken": False}
+    assert locate_adapter(str(write_gguf_lora(tmp_path / "mine.gguf"))).is_usable
 
 
 def test_a_short_name_and_a_repository_remove_an_adapter(fake, hub, loras):

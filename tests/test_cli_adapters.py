@@ -69,6 +69,17 @@ def test_an_adapter_that_names_no_model_is_used_with_one_that_the_user_knows() -
     assert '`localllm run BASE --adapter old "..."`' in run_cli("pull", "maker/old").err
 
 
+def test_one_that_cannot_be_used_is_marked_and_never_recommended(hub: FakeHub) -> None:
+    hub.repositories["maker/dora"] = peft_files(use_dora=True)
+    assert "dora cannot be used" in run_cli("pull", "maker/dora").err
+    run_cli("pull", REPO)
+    result = run_cli("adapters")
+    assert ["dora", "cannot", "be", "used", "-"] in [row[:5] for row in lines(result)]
+    assert "uses fox-lora" in result.err
+    run_cli("rm", "fox-lora", "--yes")
+    assert "uses" not in run_cli("adapters").err
+
+
 def test_a_list_may_be_of_one_model_alone() -> None:
     run_cli("pull", REPO)
     run_cli("pull", "maker/old")
@@ -89,6 +100,11 @@ def test_in_a_models_place_an_adapter_is_refused_with_the_line_to_type() -> None
     assert f"fix:   localllm run qwen3-8b -p 'Once upon' --seed 1 --adapter {REPO}" in refused.err
     assert f"fix:   localllm chat qwen3-8b --plain --adapter {REPO}" in run_cli("chat", REPO, "--plain").err
     assert f"fix:   localllm run qwen3-8b --adapter {REPO}" in run_cli("show", REPO).err
+
+
+def test_a_base_that_is_called_by_a_short_name_stands_in_the_fix(tmp_path: Path) -> None:
+    own = write_peft(tmp_path / "own", base="tiny")
+    assert f"fix:   localllm run tiny -p hi --adapter {own}" in run_cli("run", own, "-p", "hi").err
 
 
 @pytest.mark.parametrize("name", ["mine", "./mine", "mine.gguf"])

@@ -29,6 +29,7 @@ ADAPTERS_EXAMPLES = """Examples:
 """
 _HERE = Path()
 _TITLES = ("NAME", "FOR", "RANK", "SIZE", "FROM")
+_NO_USE = "cannot be used"
 
 
 @takes(
@@ -55,7 +56,8 @@ def adapters_command(context: typer.Context, base: str | None, as_json: bool) ->
         output.json({"schema_version": SCHEMA_VERSION, "adapters": rows}, indent=2)
     elif found:
         output.table(_TITLES, map(_cells, found), optional=("FROM", "RANK"), numbers=("RANK", "SIZE"))
-        output.note(f"`{_usage(found[0], base)}` uses {found[0].name}")
+        if (first := next((each for each in found if each.is_usable), None)) is not None:
+            output.note(f"`{_usage(first, base)}` uses {first.name}")
     elif count:
         output.note(f"none of the {count} adapters here says that it is for {base}: `localllm adapters` shows them")
     else:
@@ -68,7 +70,7 @@ def print_pulled(output: Output, adapter: AdapterFiles, *, as_json: bool) -> Non
         output.json({"schema_version": SCHEMA_VERSION, "adapter": adapter.name, **_fields(adapter)})
         return
     output.line(f"{adapter.name}: an adapter, {format_bytes(adapter.num_bytes)} in {adapter.path}")
-    output.note(f"`{_usage(adapter)}` uses it")
+    output.note(f"`{_usage(adapter)}` uses it" if adapter.is_usable else f"{adapter.name} {_NO_USE}: no plain LoRA")
 
 
 def lasting_adapter(word: str, folder: Path = _HERE) -> str:
@@ -106,5 +108,6 @@ def _fields(adapter: AdapterFiles) -> dict[str, Any]:
 
 
 def _cells(adapter: AdapterFiles) -> tuple[str, ...]:
-    rank = "" if adapter.rank is None else str(adapter.rank)
-    return adapter.name, adapter.base or "", rank, format_bytes(adapter.num_bytes), adapter.origin
+    rank = "-" if adapter.rank is None or not adapter.is_usable else str(adapter.rank)
+    base = (adapter.base or "") if adapter.is_usable else _NO_USE
+    return adapter.name, base, rank, format_bytes(adapter.num_bytes), adapter.origin

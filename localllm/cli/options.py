@@ -72,15 +72,17 @@ def complete_sessions(incomplete: str) -> list[str]:
 
 
 def complete_adapters(incomplete: str) -> list[str]:
-    """Return the names of adapters on this disk that begin so."""
+    """Return the names of adapters on this disk that begin so, and can be used."""
     from localllm.hub.adapters import list_adapters
 
-    return _beginning(incomplete, (adapter.name for adapter in list_adapters()))
+    return _beginning(incomplete, (adapter.name for adapter in list_adapters() if adapter.is_usable))
 
 
 def complete_files(incomplete: str) -> list[str]:
-    """Return the names of installed models and adapters that begin so."""
-    return [*complete_installed(incomplete), *complete_adapters(incomplete)]
+    """Return the names of installed models and adapters that begin so, as `rm` takes them."""
+    from localllm.hub.adapters import list_adapters
+
+    return _beginning(incomplete, [*_installed(), *(adapter.name for adapter in list_adapters())])
 
 
 def complete_connections(incomplete: str) -> list[str]:

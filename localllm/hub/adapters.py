@@ -23,7 +23,7 @@ from localllm.hub.adapter_files import (
     typed_base,
     without_weights,
 )
-from localllm.hub.gguf_files import is_gguf_adapter
+from localllm.hub.gguf_files import is_gguf_adapter, is_gguf_model
 from localllm.hub.installed import locate
 from localllm.hub.names import HubName, looks_like_path, path_of, pull_command, refusal, short_name, whole_path
 from localllm.hub.quants import models_among, pick
@@ -108,7 +108,7 @@ def locate_adapter(name: str, *, offline: bool = False) -> AdapterFiles:
     by_name = [each for each in here if name.casefold() == each.name.casefold()]
     if len(by_name) == 1:
         return by_name[0]
-    found = HubName.read(name)
+    found = _on_hub(name)
     if found is None:
         raise _not_here(name, "no folder and no file here has this name", here, hub)
     return _of_hub(name, found, here, hub)
@@ -120,7 +120,7 @@ def pull_adapter(name: str, *, progress: Progress = lambda _: None, offline: boo
 
     Raises AdapterError for a repository without one, and what `hub.pull` does.
     """
-    found = None if refusal(name) else HubName.read(name)
+    found = None if refusal(name) else _on_hub(name)
     hub = HubSettings.from_environment(offline=offline)
     is_own = is_file(path_of(name) / ADAPTER_CONFIG) or is_file(path_of(name))
     if found is None or hub.offline or is_own:
@@ -139,13 +139,23 @@ def _last_part(adapter: AdapterFiles) -> str:
     return adapter.hub_name.partition("/")[2].casefold()
 
 
+def _on_hub(name: str) -> HubName | None:
+    """Return what a name may be on the hub; None also for folder/x.gguf, which is a file's."""
+    found = HubName.read(name)
+    return None if _is_of_file(name) and found is not None and not found.part else found
+
+
+def _is_of_file(name: str) -> bool:
+    return name.casefold().endswith(".gguf")
+
+
 def _of_file(path: Path, name: str) -> AdapterFiles:
     if is_gguf_adapter(path):
         return gguf_adapter(whole_path(path), path.stem)
     why, fix = "an adapter is a folder with adapter_config.json, or a GGUF file", _LIST
     if is_file(path.parent / ADAPTER_CONFIG):
         fix = Fix.word(name, str(path.parent))
-    elif path.suffix.casefold() == ".gguf":
+    elif is_gguf_model(path):
         why, fix = "its header does not say that it is one (general.type)", Fix.command("run", name)
     raise AdapterError(f"{path} is not an adapter", why=why, fix=fix)
 
@@ -185,12 +195,16 @@ def _not_here(name: str, why: str, here: Sequence[AdapterFiles], hub: HubSetting
     """Return the error of a name without an adapter on this disk."""
     if (error := _model_instead(name)) is not None:
         return error
+    path, found = path_of(name), _on_hub(name)
+    if is_folder(path) or (found is None and _is_of_file(name)):
+        return _no_folder(path, name)
     nearest = _nearest(name, here)
     why += f"; {' and '.join(nearest)} {'is' if len(nearest) == 1 else 'are'} here" if nearest else ""
     why += "; offline, nothing is fetched" if hub.offline else ""
-    pulled = pull_command(name if HubName.read(name) else "ORG/REPO")
-    what = f"the adapter {name[:80]} is not on this disk"
-    return AdapterError(what, why=why, fix=[*(Fix.word(name, near) for near in nearest), pulled])
+    fixes = [Fix.word(name, near) for near in nearest]
+    if found is not None or not nearest:
+        fixes.append(pull_command(name if found is not None else "ORG/REPO"))
+    return AdapterError(f"the adapter {name[:80]} is not on this disk", why=why, fix=fixes)
 
 
 def _model_instead(name: str) -> AdapterError | None:
@@ -207,6 +221,6 @@ def _model_instead(name: str) -> AdapterError | None:
 def _nearest(name: str, here: Sequence[AdapterFiles]) -> list[str]:
     """Return the names of those on this disk that may be meant."""
     last = name.rpartition("/")[2].casefold()
-    same = [each.name for each in here if _last_part(each) == last]
-    by_last = {_last_part(each): each.name for each in here}
-    return same or [by_last[near] for near in difflib.get_close_matches(last, by_last, n=2)]
+    parts = [_last_part(each) for each in here]
+    near = [last] if last in parts else difflib.get_close_matches(last, set(parts), n=2)
+    return [each.name for part in near for each in here if _last_part(each) == part]
