@@ -115,6 +115,14 @@ def test_so_is_a_folder_and_a_file_of_the_users(tmp_path: Path, monkeypatch: pyt
     assert f"fix:   localllm run qwen3-8b -p hi --adapter {name}" in run_cli("run", name, "-p", "hi").err
 
 
+def test_an_adapter_behind_the_models_name_is_named_by_its_flag() -> None:
+    run_cli("pull", REPO)
+    for scale in ("", ":0.5"):
+        refused = run_cli("run", f"tiny:fox-lora{scale}", "-p", "hi", "--seed", "1")
+        assert f"fix:   localllm run tiny -p hi --seed 1 --adapter fox-lora{scale}\n" in refused.err
+    assert "--adapter" not in run_cli("run", "tiny:wolf", "-p", "hi").err
+
+
 def test_an_adapter_that_is_not_here_is_not_pulled_in_a_models_place(hub: FakeHub) -> None:
     refused = run_cli("run", REPO, "-p", "hi", "--pull")
     assert refused.code == 3 and f"fix:   localllm pull {REPO}" in refused.err

@@ -32,7 +32,17 @@ from localllm.hub.settings import HubSettings, Progress
 from localllm.present import is_file, is_folder, is_there
 from localllm.registry import REPO_ID, load_registry
 
-__all__ = ["AdapterFiles", "is_for", "list_adapters", "locate_adapter", "pull_adapter", "split_scale", "typed_base"]
+__all__ = [
+    "AdapterFiles",
+    "adapter_bytes",
+    "is_for",
+    "is_here",
+    "list_adapters",
+    "locate_adapter",
+    "pull_adapter",
+    "split_scale",
+    "typed_base",
+]
 
 MOST_SCALE = 100.0
 _LIST = Fix.command("adapters")
@@ -49,9 +59,9 @@ def split_scale(text: str) -> tuple[str, float]:
     scale = _number(written)
     if scale is None:
         before, _, number = name.rpartition(":")
-        if _number(number) is not None and _is_here(before):  # "./fox:3:"
+        if _number(number) is not None and is_here(before):  # "./fox:3:"
             name, written = before, text.removeprefix(f"{before}:")
-        elif not _is_here(name):
+        elif not is_here(name):
             return text, 1.0
     elif -MOST_SCALE <= scale <= MOST_SCALE:
         return name, scale
@@ -67,7 +77,7 @@ def _number(text: str) -> float | None:
     return None
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Return whether an adapter has exactly this name: of a repository with GGUF files each has a longer one."""
     path, called = path_of(name), short_name(name).casefold()
     if is_gguf_adapter(path) or is_file(path / ADAPTER_CONFIG):
@@ -132,6 +142,19 @@ def pull_adapter(name: str, *, progress: Progress = lambda _: None, offline: boo
     cache = RepoCache(hub.cache_dir, found.repo)
     fetch_repository(client, cache, found.revision or "main", progress, found.part, is_adapter=True)
     return locate_adapter(name, offline=offline)
+
+
+def adapter_bytes(name: str) -> int:
+    """Return how many bytes `pull_adapter` would fetch of an adapter of the hub, of which none are here. Raises what it
+    does."""
+    from localllm.hub.fetch import listed_bytes
+    from localllm.hub.http import HubClient
+
+    found = _on_hub(name)
+    if found is None:
+        return locate_adapter(name).num_bytes
+    client = HubClient(HubSettings.from_environment(), found.repo, name)
+    return listed_bytes(client, found.revision or "main", found.part, is_adapter=True)
 
 
 def _last_part(adapter: AdapterFiles) -> str:
