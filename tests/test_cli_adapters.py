@@ -119,6 +119,7 @@ def test_an_adapter_behind_the_models_name_is_named_by_its_flag() -> None:
     run_cli("pull", REPO)
     for scale in ("", ":0.5"):
         refused = run_cli("run", f"tiny:fox-lora{scale}", "-p", "hi", "--seed", "1")
+        assert f"fox-lora{scale} is an adapter, and is named beside the model" in refused.err
         assert f"fix:   localllm run tiny -p hi --seed 1 --adapter fox-lora{scale}\n" in refused.err
     assert "--adapter" not in run_cli("run", "tiny:wolf", "-p", "hi").err
 

@@ -47,6 +47,7 @@ def _tell_adapter_apart(word: str, error: ModelNotFoundError) -> None:
     base, _, adapter = word.partition(":")
     with suppress(UsageError):
         if adapter and is_model(base) and is_here(split_scale(adapter)[0]):
+            error.why = f"{adapter[:80]} is an adapter, and is named beside the model"
             error.fix = Fix.adapter(word, base, adapter)
 
 
