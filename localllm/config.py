@@ -229,6 +229,9 @@ def accepted(key: str, value: object, where: str | Callable[[], str], accepts: A
     if not accepts.allows(value):
         place, shown = where if isinstance(where, str) else where(), repr(value)[:80]
         is_flag = place.startswith("--")
+        if is_flag and accepts.kind == "texts":  # of those that were typed one is empty
+            why, mended = "it must be a text that is not empty", f"leave {place} out, or give it a text"
+            raise SettingsError(f"{place} is empty", why=why, fix=mended)
         fix: str | Fix = f"unset {place}" if place.startswith(ENVIRONMENT_PREFIX) else "change that line, or delete it"
         if is_flag:
             fix = flag_fix(place, value, accepts)

@@ -257,8 +257,8 @@ class EngineConfig:
     )  # fmt: skip
     adapter_memory: int | None = setting(
         None, Accepts("bytes"), _PLANNED, "SIZE",
-        "Memory for adapters (LoRA). The least recently used leave it first. Default: as much as those named with "
-        "--adapter take; without any, up to a quarter of what is free.",
+        "Memory for adapters (LoRA). The least recently used leave it first. Default: twice what those named with "
+        "--adapter take, at least 64MiB; without any, up to a quarter of what is free.",
         group=MACHINE,
     )  # fmt: skip
     cache_disk: int | None = setting(
@@ -348,11 +348,11 @@ class Settings(SamplingSettings, EngineConfig):
         flags=("-s", "--system"), group=PROMPT, is_basic=True,
     )  # fmt: skip
     adapter: tuple[str, ...] = setting(
-        (), Accepts("texts"), _ANSWERING, "NAME[:SCALE]",
-        "An adapter (LoRA) on top of the model: a name, a folder or a .gguf file.\n"
-        "SCALE multiplies what it adds. May be repeated: what they add is added up. `serve` answers with one where a "
-        "request names MODEL:NAME.",
-        group=MACHINE,
+        (), Accepts("texts"), _ANSWERING, "NAME",
+        "An adapter (LoRA) on the model; NAME:0.5 is half of it.\n"
+        "A name of `localllm adapters`, ORG/REPO, a folder or a .gguf file. May be repeated: what they "
+        "add is added up. `serve` answers with one where a request names MODEL:NAME.",
+        group=MACHINE, is_basic=True,
     )  # fmt: skip
     offline: bool = setting(False, Accepts("switch"), "pull", about="Never use the network.")
     private: bool = setting(

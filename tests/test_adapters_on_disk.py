@@ -221,6 +221,8 @@ def test_two_adapters_of_one_name_are_called_by_their_repositories(fake, hub):
     assert locate_adapter("other/fox-lora").base == "/home/me/Qwen3-8B"
     assert {str(fix.words[1]) for fix in refused("fox-lora").fixes if fix.kind == "word"} == {REPO, "other/fox-lora"}
     assert "wolf is here" in refused("wolff").why
+    near = refused("fox-lor")
+    assert [fix.words[1] for fix in near.fixes] == [REPO, "other/fox-lora"] and f"{REPO} and other" in near.why
 
 
 def test_what_another_tool_has_fetched_is_an_adapter_unless_it_leads_out_of_the_cache(hub, tmp_path):
@@ -320,6 +322,30 @@ def test_a_path_at_which_there_is_no_adapter_is_told_for_what_it_is(hub, tmp_pat
     assert "pickle" in refused(str(folder)).what
 
 
+def test_a_folder_and_a_file_of_two_words_are_no_names_of_the_hub(fake, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("maker/Fox-LoRA").mkdir(parents=True)
+    Path("maker/notes.gguf").write_text("a note")
+    assert "has no adapter_config.json" in refused(REPO).why
+    for action in (locate_adapter, pull_adapter):
+        with pytest.raises(AdapterError, match="there is no adapter") as caught:
+            action("maker/x.gguf")
+        assert caught.value.fix == "localllm adapters" and fake.requests == []
+    assert refused("maker/notes.gguf").fix == "localllm adapters"
+    assert pull_adapter(REPO) == locate_adapter(REPO)
+
+
+def test_a_glance_tells_what_cannot_be_used(hub, tmp_path):
+    usable = {"mine": {}, "dora": {"use_dora": True}, "other": {"peft_type": "IA3"}}
+    for name, config in usable.items():
+        write_peft(tmp_path / name, **config)
+    write_peft(tmp_path / "broken")
+    (tmp_path / "broken" / "adapter_config.json").write_text("{")
+    found = {name: locate_adapter(str(tmp_path / name)).is_usable for name in (*usable, "broken")}
+    assert found == {"mine": True, "dora": False, "other": False, "broken": False}
+    assert locate_adapter(str(write_gguf_lora(tmp_path / "mine.gguf"))).is_usable
+
+
 def test_a_short_name_and_a_repository_remove_an_adapter(fake, hub, loras):
     first, second = pull_adapter(REPO), pull_adapter("maker/Fox-GGUF:F16")
     assert remove("fox-lora") >= first.num_bytes and names() == [second.name]
@@ -356,6 +382,31 @@ def test_of_a_path_that_is_there_the_whole_text_is_the_name(tmp_path, monkeypatc
 def test_a_scale_that_is_none_is_refused(number):
     with pytest.raises(UsageError, match="the scale of the adapter 'fox'"):
         split_scale(f"fox:{number}")
+
+
+@pytest.mark.parametrize(("written", "meant"), [("x", 1), ("", 1), ("1,5", 1.5), ("3:", 3), ("1_0", 1), ("Q8_0", 1)])
+def test_behind_an_adapter_that_is_here_only_a_number_stands(fake, hub, tmp_path, monkeypatch, written, meant):
+    pull_adapter(REPO)
+    write_peft(tmp_path / "own")
+    write_gguf_lora(tmp_path / "own.gguf")
+    monkeypatch.chdir(tmp_path)
+    for name in ("./own", "own", "own.gguf", "fox-lora", REPO, f"https://huggingface.co/{REPO}"):
+        with pytest.raises(UsageError) as caught:
+            split_scale(f"{name}:{written}")
+        error = caught.value
+        assert (error.what, error.why) == (
+            f"the scale of the adapter {name!r} is no number from -100 to 100", f"it is {written!r}",
+        )  # fmt: skip
+        assert error.fixes[0].words == (f"{name}:{written}", f"{name}:{meant:g}")
+
+
+def test_behind_a_repository_of_gguf_adapters_a_quantization_stands(fake, hub, loras):
+    pull_adapter("maker/Fox-GGUF:F16")
+    for name in ("maker/Fox-GGUF:F16", "maker/Fox-GGUF:Q8_0", "fox-gguf:f16"):
+        assert split_scale(name) == (name, 1.0)
+        assert split_scale(f"{name}:2") == (name, 2.0)
+    with pytest.raises(UsageError, match="'fox-gguf:f16' is no number"):
+        split_scale("fox-gguf:f16:x")
 
 
 @pytest.mark.parametrize(

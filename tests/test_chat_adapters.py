@@ -146,7 +146,13 @@ def test_another_model_goes_on_without_adapters_that_are_not_its_own(talk) -> No
     assert result.code == 0 and "going on without the adapter fox" in result.err and "adapters: none\n" in result.err
 
 
-@pytest.mark.parametrize("command", ["run --adapter", "chat --adapter", "merge tiny", "rm"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --adapter", "chat --adapter", "merge tiny", "rm", "load tiny --adapter", "stop tiny --adapter",
+        "config set adapter",
+    ],
+)  # fmt: skip
 def test_names_of_adapters_on_this_disk_are_completed(tmp_path: Path, command: str) -> None:
     repository, commit = tmp_path / "hub" / "models--maker--Fox-LoRA", "c" * 40
     write_peft(repository / "snapshots" / commit)

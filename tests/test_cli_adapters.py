@@ -69,6 +69,17 @@ def test_an_adapter_that_names_no_model_is_used_with_one_that_the_user_knows() -
     assert '`localllm run BASE --adapter old "..."`' in run_cli("pull", "maker/old").err
 
 
+def test_one_that_cannot_be_used_is_marked_and_never_recommended(hub: FakeHub) -> None:
+    hub.repositories["maker/dora"] = peft_files(use_dora=True)
+    assert "dora cannot be used" in run_cli("pull", "maker/dora").err
+    run_cli("pull", REPO)
+    result = run_cli("adapters")
+    assert ["dora", "cannot", "be", "used", "-"] in [row[:5] for row in lines(result)]
+    assert "uses fox-lora" in result.err
+    run_cli("rm", "fox-lora", "--yes")
+    assert "uses" not in run_cli("adapters").err
+
+
 def test_a_list_may_be_of_one_model_alone() -> None:
     run_cli("pull", REPO)
     run_cli("pull", "maker/old")
@@ -91,12 +102,26 @@ def test_in_a_models_place_an_adapter_is_refused_with_the_line_to_type() -> None
     assert f"fix:   localllm run qwen3-8b --adapter {REPO}" in run_cli("show", REPO).err
 
 
+def test_a_base_that_is_called_by_a_short_name_stands_in_the_fix(tmp_path: Path) -> None:
+    own = write_peft(tmp_path / "own", base="tiny")
+    assert f"fix:   localllm run tiny -p hi --adapter {own}" in run_cli("run", own, "-p", "hi").err
+
+
 @pytest.mark.parametrize("name", ["mine", "./mine", "mine.gguf"])
 def test_so_is_a_folder_and_a_file_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_peft(tmp_path / "mine")
     write_gguf_lora(tmp_path / "mine.gguf")
     monkeypatch.chdir(tmp_path)
     assert f"fix:   localllm run qwen3-8b -p hi --adapter {name}" in run_cli("run", name, "-p", "hi").err
+
+
+def test_an_adapter_behind_the_models_name_is_named_by_its_flag() -> None:
+    run_cli("pull", REPO)
+    for scale in ("", ":0.5"):
+        refused = run_cli("run", f"tiny:fox-lora{scale}", "-p", "hi", "--seed", "1")
+        assert f"fox-lora{scale} is an adapter, and is named beside the model" in refused.err
+        assert f"fix:   localllm run tiny -p hi --seed 1 --adapter fox-lora{scale}\n" in refused.err
+    assert "--adapter" not in run_cli("run", "tiny:wolf", "-p", "hi").err
 
 
 def test_an_adapter_that_is_not_here_is_not_pulled_in_a_models_place(hub: FakeHub) -> None:
@@ -114,3 +139,36 @@ def test_a_pickle_is_refused_with_what_converts_it(hub: FakeHub) -> None:
 
 def test_a_model_is_still_pulled_as_one() -> None:
     assert run_cli("pull", "maker/model", "--json").json["model"] == "maker/model"
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve"])
+def test_the_short_help_has_the_flag_for_adapters(command: str) -> None:
+    assert "--adapter NAME" in run_cli(command, "--help").out.decode()
+
+
+def test_an_empty_adapter_is_refused_in_plain_words() -> None:
+    refused = run_cli("run", "tiny", "-p", "hi", "--adapter", "")
+    assert refused.code == 2
+    assert refused.err.splitlines()[:3] == [
+        "error: --adapter is empty",
+        "why:   it must be a text that is not empty",
+        "fix:   leave --adapter out, or give it a text",
+    ]
+
+
+def test_a_wrong_scale_is_refused_with_the_line_to_type(tmp_path: Path) -> None:
+    own = write_peft(tmp_path / "own")
+    refused = run_cli("run", "tiny", "-p", "hi", "--adapter", f"{own}:1,5")
+    assert refused.code == 2 and f"fix:   localllm run tiny -p hi --adapter {own}:1.5" in refused.err
+
+
+def test_the_setting_names_an_adapter_of_the_users_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = write_peft(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_cli("config", "set", "adapter", "./own:3", "~/own", "fox-lora").code == 0
+    assert run_cli("config", "get", "adapter").out.decode() == f"'{own}:3', '{own}', 'fox-lora'\n"
+    refused = run_cli("config", "set", "adapter", "./none")
+    assert refused.code == 1 and "there is no adapter" in refused.err

@@ -118,6 +118,8 @@ def test_an_alias_is_the_command() -> None:
         (["run", "tiny", "x", "--n-gpu-layers=20"], "localllm run tiny x"),
         (["run", "tiny", "x", "-n", "20"], "localllm run tiny x --max-tokens 20"),
         (["run", "tiny", "x", "--num-ctx", "512"], "localllm run tiny x --ctx 512"),
+        (["run", "tiny", "x", "--lora", "a.gguf"], "localllm run tiny x --adapter a.gguf"),
+        (["serve", "tiny", "--lora-scaled", "a.gguf:2"], "localllm serve tiny --adapter a.gguf:2"),
         (["run", "-m", "tiny", "-c", "512", "-p", "x"], "--ctx 512 in place of -c 512"),
         (["ls", "--jso"], "localllm ls --json"),
         (["help", "lsit"], "localllm help list"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapter_support import peft_files
 from tests.cli_support import start_cli, write_checkpoint
 from tests.fake_hub import FakeHub, serve
 from tests.patience import PATIENCE_S
@@ -96,6 +97,20 @@ def test_who_does_not_want_it_is_told_how_to_get_it_later(hub: FakeHub, open_ter
     terminal.wait_for(r"Download it\? \[y/N\] ")
     terminal.send("\n")
     assert terminal.end() == 3 and b"nothing was downloaded; localllm pull maker/model does it" in terminal.text
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_an_adapter_that_is_not_here_is_offered_too(hub: FakeHub, open_terminal: Open, answer: str) -> None:
+    hub.repositories["maker/fox"] = peft_files(size_bytes=5000)
+    hub.requests.clear()
+    line = ("run", "tiny", "-p", "Once", "--max-tokens", "1", "--adapter", "maker/fox:0.5")
+    terminal = open_terminal(*line, fresh=True, TERM="dumb", HF_ENDPOINT=hub.endpoint)
+    terminal.wait_for(r"the adapter maker/fox is not on this disk\s+[\d.]+ [KM]iB to download")
+    terminal.wait_for(r"Download it\? \[y/N\] ")
+    terminal.send(f"{answer}\n")
+    assert terminal.end() == 1  # its weights are noise
+    assert bool(hub.file_requests("adapter_model.safetensors")) == (answer == "y")
+    assert (b"nothing was downloaded; localllm pull maker/fox does it" in terminal.text) == (answer == "n")
 
 
 def test_a_script_pulls_by_a_flag_and_is_told_of_it_without(run: Run) -> None:

@@ -284,6 +284,13 @@ def test_the_command_says_what_to_type_next_and_that_runs(folders: Path) -> None
     }
 
 
+def test_a_preset_brings_its_own_adapters(folders: Path) -> None:
+    own = f"{folders / 'adapter'}:0.5"
+    assert run_cli("preset", "save", "mine", "--model", folders / "base", "--adapter", own).code == 0
+    told = run_cli("merge", "mine", f"{folders / 'adapter'}:0.25", "-o", folders / "merged", "--json").json
+    assert [each["scale"] for each in told["adapters"]] == [0.5, 0.25]
+
+
 def test_an_adapter_that_is_not_here_is_named_with_how_to_get_it(folders: Path) -> None:
     refused = run_cli("merge", folders / "base", "maker/none", "-o", folders / "merged")
     assert refused.code == 1 and "fix:   localllm pull maker/none" in refused.err

@@ -594,6 +594,13 @@ def test_the_cap_that_mends_a_bad_one_is_accepted(own_cache: Path, amount: str) 
 
 
 @pytest.mark.usefixtures("small_process")
+def test_too_much_memory_for_adapters_is_refused_with_as_much_as_there_is() -> None:
+    refused = run_cli("plan", "smollm2-135m", "--adapter-memory", "100TiB")
+    assert refused.code == 4 and "adapters 100.00 TiB" in refused.err
+    assert run_cli(*refused.error_lines[2].split("localllm ")[1].split()).code == 0
+
+
+@pytest.mark.usefixtures("small_process")
 def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
     flags = ("mistral-7b", "--weights", "int4", "--ram", "2GiB", "--ctx", "32768")
     refused = run_cli("plan", *flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,6 +13,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.options import argument, complete_installed, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.config import format_bytes
+from localllm.present import is_file
 from localllm.registry import load_registry
 from localllm.runtime.presets import model_of
 
@@ -25,7 +27,9 @@ ADAPTERS_EXAMPLES = """Examples:
   localllm adapters qwen3-8b
   localllm adapters --json
 """
+_HERE = Path()
 _TITLES = ("NAME", "FOR", "RANK", "SIZE", "FROM")
+_NO_USE = "cannot be used"
 
 
 @takes(
@@ -52,7 +56,8 @@ def adapters_command(context: typer.Context, base: str | None, as_json: bool) ->
         output.json({"schema_version": SCHEMA_VERSION, "adapters": rows}, indent=2)
     elif found:
         output.table(_TITLES, map(_cells, found), optional=("FROM", "RANK"), numbers=("RANK", "SIZE"))
-        output.note(f"`{_usage(found[0], base)}` uses {found[0].name}")
+        if (first := next((each for each in found if each.is_usable), None)) is not None:
+            output.note(f"`{_usage(first, base)}` uses {first.name}")
     elif count:
         output.note(f"none of the {count} adapters here says that it is for {base}: `localllm adapters` shows them")
     else:
@@ -65,7 +70,21 @@ def print_pulled(output: Output, adapter: AdapterFiles, *, as_json: bool) -> Non
         output.json({"schema_version": SCHEMA_VERSION, "adapter": adapter.name, **_fields(adapter)})
         return
     output.line(f"{adapter.name}: an adapter, {format_bytes(adapter.num_bytes)} in {adapter.path}")
-    output.note(f"`{_usage(adapter)}` uses it")
+    output.note(f"`{_usage(adapter)}` uses it" if adapter.is_usable else f"{adapter.name} {_NO_USE}: no plain LoRA")
+
+
+def lasting_adapter(word: str, folder: Path = _HERE) -> str:
+    """Return NAME_OR_PATH[:SCALE] as it is found from any folder: a path begins at this one. Raises AdapterError for a
+    path at which there is none."""
+    from localllm.history.records import UsedAdapter
+    from localllm.hub.adapters import locate_adapter, split_scale
+    from localllm.hub.names import looks_like_path, path_of
+
+    name, scale = split_scale(word)
+    path = folder.absolute() / path_of(name)
+    if not (is_file(path) or is_file(path / "adapter_config.json") or looks_like_path(name)):
+        return word
+    return UsedAdapter(str(locate_adapter(str(path)).path), scale).text
 
 
 def _usage(adapter: AdapterFiles, base: str | None = None) -> str:
@@ -89,5 +108,6 @@ def _fields(adapter: AdapterFiles) -> dict[str, Any]:
 
 
 def _cells(adapter: AdapterFiles) -> tuple[str, ...]:
-    rank = "" if adapter.rank is None else str(adapter.rank)
-    return adapter.name, adapter.base or "", rank, format_bytes(adapter.num_bytes), adapter.origin
+    rank = "-" if adapter.rank is None or not adapter.is_usable else str(adapter.rank)
+    base = (adapter.base or "") if adapter.is_usable else _NO_USE
+    return adapter.name, base, rank, format_bytes(adapter.num_bytes), adapter.origin

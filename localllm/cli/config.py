@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from localllm.cli import options
+from localllm.cli.adapters import lasting_adapter
 from localllm.cli.app import PlainCommand, plain_group
 from localllm.cli.context import cli_context
 from localllm.cli.options import argument, complete_setting, complete_setting_values, option, takes
@@ -68,7 +69,7 @@ def get_setting(context: typer.Context, key: str) -> None:
     argument(
         "values",
         "VALUE...",
-        "Its value, as after its flag. Several for `stop`, one for all others.",
+        "Its value, as after its flag. Several for `stop` and `adapter`, one for all others.",
         list[str],
         completion=complete_setting_values,
         required=True,
@@ -83,6 +84,8 @@ def set_setting(context: typer.Context, key: str, values: Sequence[str]) -> None
     name = SettingName.of(key)
     value = _understood(name, values)
     _require_known(name.key, value)
+    if name.key == "adapter":
+        value = list(map(lasting_adapter, value))
     before = write_setting(name, value)
     output = cli_context(context).output
     output.line(f"{name} = {_shown(value)} (before: {_shown(before)})")

@@ -40,7 +40,8 @@ _OTHER_NAMES = {
 _ELSEWHERE = {
     "--temp": "--temperature", "--verbose": "--stats", "--n-predict": "--max-tokens", "--predict": "--max-tokens",
     "--ctx-size": "--ctx", "--context-length": "--ctx", "--repeat-penalty": "--repetition-penalty",
-    "--num-predict": "--max-tokens", "-n": "--max-tokens", "--num-ctx": "--ctx",
+    "--num-predict": "--max-tokens", "-n": "--max-tokens", "--num-ctx": "--ctx", "--lora": "--adapter",
+    "--lora-scaled": "--adapter",
 }  # fmt: skip
 # What they have a flag for, and is planned here.
 _PLANNED = ("-ngl", "--n-gpu-layers", "--gpu-layers", "--num-gpu")

@@ -31,7 +31,13 @@ MERGE_EXAMPLES = """Examples:
 
 
 @takes(
-    argument("base", "BASE", "The model that the adapters change.", completion=complete_installed, required=True),
+    argument(
+        "base",
+        "BASE",
+        "The model that the adapters change; of a preset its own come first.",
+        completion=complete_installed,
+        required=True,
+    ),
     argument(
         "adapters",
         "ADAPTER[:SCALE]...",
@@ -53,8 +59,10 @@ def merge_command(context: typer.Context, **flags: Any) -> None:
     from localllm.hub.names import looks_like_path, path_of
 
     cli = cli_context(context)
-    files = select(cli, flags["base"], {}).files
-    adapters = [(locate_adapter(name), scale) for name, scale in map(split_scale, flags["adapters"])]
+    selection = select(cli, flags["base"], {})
+    files, preset = selection.files, selection.preset
+    texts = [*(preset.values.get("adapter", ()) if preset else ()), *flags["adapters"]]
+    adapters = [(locate_adapter(name), scale) for name, scale in map(split_scale, texts)]
     target = path_of(flags["output"])
     size_bytes = _merge(cli, flags["base"], files, adapters, target)
     if flags["as_json"]:

@@ -72,15 +72,17 @@ def complete_sessions(incomplete: str) -> list[str]:
 
 
 def complete_adapters(incomplete: str) -> list[str]:
-    """Return the names of adapters on this disk that begin so."""
+    """Return the names of adapters on this disk that begin so, and can be used."""
     from localllm.hub.adapters import list_adapters
 
-    return _beginning(incomplete, (adapter.name for adapter in list_adapters()))
+    return _beginning(incomplete, (adapter.name for adapter in list_adapters() if adapter.is_usable))
 
 
 def complete_files(incomplete: str) -> list[str]:
-    """Return the names of installed models and adapters that begin so."""
-    return [*complete_installed(incomplete), *complete_adapters(incomplete)]
+    """Return the names of installed models and adapters that begin so, as `rm` takes them."""
+    from localllm.hub.adapters import list_adapters
+
+    return _beginning(incomplete, [*_installed(), *(adapter.name for adapter in list_adapters())])
 
 
 def complete_connections(incomplete: str) -> list[str]:
@@ -98,8 +100,8 @@ def complete_setting(incomplete: str) -> list[str]:
 def complete_setting_values(context: typer.Context, incomplete: str) -> list[str]:
     """Return the values that begin so, of the setting that the line names before."""
     key = str(context.params.get("key") or "").replace("-", "_")
-    if key == "model":
-        return complete_models(incomplete)
+    if key in ("model", "adapter"):
+        return (complete_models if key == "model" else complete_adapters)(incomplete)
     if key not in SETTINGS:
         return []
     accepts = SETTINGS[key].accepts
@@ -228,7 +230,7 @@ def argument(
     return _parameter(name, kind, info, required=required, group=ARGUMENTS, is_basic=True)
 
 
-_NAMED = "A name, ORG/REPO[:QUANT], a GGUF file, a folder or a preset."
+_NAMED = "A name, ORG/REPO[:QUANT], GGUF file, folder or preset."
 _NAMES = "\nNames: those of `localllm list --all`, and ollama:NAME."
 _USUAL = " Default: the setting `model`, which is tiny."
 MODEL = argument("model", "MODEL", f"{_NAMED}{_NAMES}{_USUAL}", completion=complete_models)

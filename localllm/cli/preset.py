@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from localllm.cli import options
+from localllm.cli.adapters import lasting_adapter
 from localllm.cli.app import PlainCommand, plain_group
 from localllm.cli.context import cli_context
 from localllm.cli.options import argument, complete_models, complete_presets, option, setting_flags, takes
@@ -16,7 +17,7 @@ from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.prompt import argument_text, read_input
 from localllm.config import accepted, load_settings
 from localllm.errors import LocalLLMError
-from localllm.present import is_file, is_there
+from localllm.present import is_there
 from localllm.runtime.modelfile import parse_modelfile
 from localllm.runtime.presets import (
     PRESET_SETTINGS,
@@ -75,7 +76,7 @@ def keep(context: typer.Context, name: str, replace: bool, **flags: Any) -> None
     typed = {key: value for key, value in setting_flags(flags).items() if value is not None}
     values = {key: accepted(key, value, options.flag_of(key)) for key, value in typed.items()}
     if adapters := values.get("adapter"):
-        values["adapter"] = tuple(_adapter(word, Path()) for word in adapters)
+        values["adapter"] = tuple(lasting_adapter(word) for word in adapters)
     word = load_settings().settings.model if flags["model"] is None else flags["model"]
     path = save_preset(name, based_on(word, values), replaces=replace)
     output.line(f"{path.stem}: {path}")
@@ -140,7 +141,7 @@ def create_command(context: typer.Context, name: str, file: Path | None) -> None
     folder = Path() if str(path) == "-" else path.parent
     there = is_preset(name)
     if adapters := found.values.get("adapter"):
-        found.values["adapter"] = tuple(_adapter(word, folder) for word in adapters)
+        found.values["adapter"] = tuple(lasting_adapter(word, folder) for word in adapters)
     saved = save_preset(name, based_on(_base(found.base, folder), found.values), replaces=True)
     if there:
         output.note(f"in place of the preset {saved.stem} that was there")
@@ -154,20 +155,6 @@ def _base(word: str, folder: Path) -> str:
     is_path = word.startswith(("./", "../")) or (word.casefold().endswith(".gguf") and not word.startswith(("/", "~")))
     path = folder.absolute() / word
     return str(path) if is_path and is_there(path) else word
-
-
-def _adapter(word: str, folder: Path) -> str:
-    """Return an adapter as it is found from any folder: a path begins at this one. Raises AdapterError for a path at
-    which there is none."""
-    from localllm.history.records import UsedAdapter
-    from localllm.hub.adapters import locate_adapter, split_scale
-    from localllm.hub.names import looks_like_path
-
-    name, scale = split_scale(word)
-    path = folder.absolute() / name
-    if not (is_file(path) or is_file(path / "adapter_config.json") or looks_like_path(name)):
-        return word
-    return UsedAdapter(str(locate_adapter(str(path)).path), scale).text
 
 
 def _system(text: str, output: Output) -> str:

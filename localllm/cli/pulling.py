@@ -11,7 +11,7 @@ import typer
 from localllm.cli.context import CliContext
 from localllm.cli.options import option
 from localllm.config import ResolvedSettings, format_bytes
-from localllm.errors import Fix, ModelNotFoundError
+from localllm.errors import AdapterError, Fix, LocalLLMError, ModelNotFoundError
 from localllm.runtime.download import fetch
 from localllm.runtime.fit_check import judge
 from localllm.settings import MACHINE
@@ -87,10 +87,35 @@ def pull_absent(
         except ModelNotFoundError as there:  # the hub has none of that name: one that is here may have been meant
             there.fix = [*(fix for fix in error.fixes if fix.kind == "model"), *there.fixes]
             raise
-        if not cli.confirms("Download it?"):
-            cli.output.note(f"nothing was downloaded; localllm pull {shlex.quote(name)} does it")
-            raise typer.Exit(error.exit_code)
+        _require_yes(cli, name, error)
     pull(cli, name, resolved)
+
+
+def pull_absent_adapter(
+    cli: CliContext, name: str, resolved: ResolvedSettings, error: AdapterError, *, unasked: bool
+) -> None:
+    """Pull the adapter that `error` says is not here, with --pull (`unasked`) or where the user wants that. Nothing
+    happens where nobody can be asked, or the hub would not help: whoever uses the adapter tells. Leaves where the
+    answer is no."""
+    from localllm.hub.adapters import adapter_bytes
+    from localllm.hub.names import pull_command
+
+    if not unasked:
+        if not cli.can_ask or resolved.settings.offline or pull_command(name) not in error.fixes:
+            return
+        cli.output.note(f"the adapter {name} is not on this disk")
+        with cli.output.progress("asking the hub"):
+            num_bytes = adapter_bytes(name)
+        cli.output.note(f"{format_bytes(num_bytes)} to download")
+        _require_yes(cli, name, error)
+    pull_adapter(cli, name, resolved)
+
+
+def _require_yes(cli: CliContext, name: str, error: LocalLLMError) -> None:
+    """Ask whether to download, and leave where the answer is no. error: says that it is not here."""
+    if not cli.confirms("Download it?"):
+        cli.output.note(f"nothing was downloaded; localllm pull {shlex.quote(name)} does it")
+        raise typer.Exit(error.exit_code)
 
 
 def _facts(cli: CliContext, name: str, resolved: ResolvedSettings) -> list[str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
-from localllm.errors import AdapterError, Fix, ModelNotFoundError
+from localllm.errors import AdapterError, Fix, ModelNotFoundError, UsageError
 from localllm.runtime.engine_loader import refuse_idle_vram
 from localllm.runtime.presets import choose
-from localllm.runtime.selection import Selection, locate, require_weights, with_defaults
+from localllm.runtime.selection import Selection, is_model, locate, require_weights, with_defaults
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
@@ -23,28 +24,43 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
     both.
 
     Raises ModelNotFoundError, UnsupportedModelError, SettingsError, CheckpointError. Uses no network, but for adapters
-    that --pull is to fetch.
+    that --pull or the user wants.
     """
     resolved, preset = choose(read_settings(cli, flags), word)
     cli.resolved = resolved
-    cli.model = locate(resolved)
+    try:
+        cli.model = locate(resolved)
+    except ModelNotFoundError as error:
+        _tell_adapter_apart(resolved.settings.model, error)
+        raise
     require_weights(cli.model)
     selection = replace(with_defaults(resolved, cli.model), preset=preset)
-    if flags.get("pull"):
-        _pull_adapters(cli, selection)
+    if "pull" in flags:
+        _pull_adapters(cli, selection, unasked=flags["pull"])
     return selection
 
 
-def _pull_adapters(cli: CliContext, selection: Selection) -> None:
-    """Pull the adapters that are named and not here. Raises AdapterError, and what a pull does."""
-    from localllm.cli.pulling import pull_adapter
+def _tell_adapter_apart(word: str, error: ModelNotFoundError) -> None:
+    """Give the error of MODEL:ADAPTER, as requests name it, the line that a command takes."""
+    from localllm.hub.adapters import is_here, split_scale
+
+    base, _, adapter = word.partition(":")
+    with suppress(UsageError):
+        if adapter and is_model(base) and is_here(split_scale(adapter)[0]):
+            error.why = f"{adapter[:80]} is an adapter, and is named beside the model"
+            error.fix = Fix.adapter(word, base, adapter)
+
+
+def _pull_adapters(cli: CliContext, selection: Selection, *, unasked: bool) -> None:
+    """Pull the adapters that are named and not here, where `pull_absent_adapter` may. Raises what a pull does."""
+    from localllm.cli.pulling import pull_absent_adapter
     from localllm.hub.adapters import locate_adapter, split_scale
 
     for name, _ in map(split_scale, selection.settings.adapter):
         try:
             locate_adapter(name)
-        except AdapterError:
-            pull_adapter(cli, name, selection.resolved)
+        except AdapterError as error:
+            pull_absent_adapter(cli, name, selection.resolved, error, unasked=unasked)
 
 
 def select_or_pull(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:

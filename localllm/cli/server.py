@@ -10,7 +10,7 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.context import cli_context
-from localllm.cli.options import argument, complete_installed, option, takes
+from localllm.cli.options import argument, complete_adapters, complete_installed, option, takes
 from localllm.cli.output import SCHEMA_VERSION
 from localllm.config import format_bytes
 from localllm.errors import MODEL, Fix, LocalLLMError, ModelNotFoundError, UsageError
@@ -52,7 +52,12 @@ def ps_command(context: typer.Context, as_json: bool) -> None:
 
 @takes(
     _MODEL,
-    option("--adapter", "An adapter (LoRA) to load too; requests name it as MODEL:NAME.", "NAME[:SCALE]"),
+    option(
+        "--adapter",
+        "An adapter (LoRA) to load too; requests name it as MODEL:NAME.",
+        "NAME[:SCALE]",
+        completion=complete_adapters,
+    ),
 )
 def load_command(context: typer.Context, model: str, adapter: str | None) -> None:
     """Load a model on the server before the first request.
@@ -69,7 +74,9 @@ def load_command(context: typer.Context, model: str, adapter: str | None) -> Non
 
 @takes(
     argument("model", "MODEL", "The model to unload. Without it, the server ends.", completion=complete_installed),
-    option("--adapter", "Unload this adapter alone, when no answer uses it any more.", "NAME"),
+    option(
+        "--adapter", "Unload this adapter alone, when no answer uses it any more.", "NAME", completion=complete_adapters
+    ),
 )
 def stop_command(context: typer.Context, model: str | None, adapter: str | None) -> None:
     """Unload a model, or end the server.

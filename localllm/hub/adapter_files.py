@@ -6,7 +6,7 @@ Reads adapter_config.json and the header of a GGUF file, no weights; what they s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ class AdapterFiles:
     repo, revision: where it was pulled from, and the commit; None for a folder or a file of the user's.
     base: the model that it changes, in its own words; a repository, a folder of whoever trained it, or a title.
     hub_name: its whole name on the hub, "org/repo@v1"; "" where `repo` is None.
+    is_usable: its config and its header say nothing that is refused when it is loaded, as far as a glance tells.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class AdapterFiles:
     rank: int | None
     num_bytes: int
     hub_name: str = ""
+    is_usable: bool = True
 
     @property
     def origin(self) -> str:
@@ -66,11 +68,11 @@ def is_for(adapter: AdapterFiles, base: str, registry: Registry) -> bool:
 
 def typed_base(base: str | None, registry: Registry) -> str | None:
     """Return the shortest name of the model that an adapter changes; None where it does not say one that is known."""
-    found = HubName.read(base) if base is not None else None
-    if found is None:
+    if base is None:
         return None
-    entry = registry.by_repo(found.repo)
-    return entry.name if entry is not None else found.repo
+    found = HubName.read(base)
+    entry = registry.by_repo(found.repo) if found is not None else registry.find(base)
+    return entry.name if entry is not None else found.repo if found is not None else None
 
 
 def base_in_tags(tags: Iterable[object]) -> str:
@@ -96,9 +98,11 @@ def peft_adapter(
     weights = folder / ADAPTER_WEIGHTS
     if not is_file(weights):
         raise without_weights(str(folder), is_pickle=is_file(folder / ADAPTER_PICKLE))
-    base, rank = _said_by_peft(folder)
+    config = _config(folder)
+    base, rank = _said_by_peft(config)
     num_bytes = weights.stat().st_size + (folder / ADAPTER_CONFIG).stat().st_size
-    return AdapterFiles(folder, name, repo, revision, base, rank, num_bytes, hub_name)
+    is_usable = config.get("peft_type") == "LORA" and not config.get("use_dora")
+    return AdapterFiles(folder, name, repo, revision, base, rank, num_bytes, hub_name, is_usable)
 
 
 def gguf_adapter(
@@ -106,7 +110,7 @@ def gguf_adapter(
 ) -> AdapterFiles:
     """Return the adapter in a GGUF file."""
     base, rank = _said_by_gguf(file)
-    return AdapterFiles(file, name, repo, revision, base, rank, file.stat().st_size, hub_name)
+    return AdapterFiles(file, name, repo, revision, base, rank, file.stat().st_size, hub_name, rank is not None)
 
 
 def without_weights(place: str, *, is_pickle: bool) -> AdapterError:
@@ -139,14 +143,18 @@ def adapters_of(cache: RepoCache) -> Iterator[AdapterFiles]:
 
 def base_of(path: Path) -> str | None:
     """Return the model that an adapter says it changes. path: PEFT's folder, or the GGUF file."""
-    return (_said_by_gguf if is_file(path) else _said_by_peft)(path)[0]
+    return (_said_by_gguf(path) if is_file(path) else _said_by_peft(_config(path)))[0]
 
 
-def _said_by_peft(folder: Path) -> tuple[str | None, int | None]:
-    """Return the base and the rank, as far as they can be read: whoever loads the adapter tells what is wrong."""
-    config: dict[str, object] = {}
+def _config(folder: Path) -> Mapping[str, object]:
+    """Return what PEFT's config says, or nothing: whoever loads the adapter tells what is wrong with it."""
     with suppress(CheckpointError):
-        config = read_json(folder / ADAPTER_CONFIG)
+        return read_json(folder / ADAPTER_CONFIG)
+    return {}
+
+
+def _said_by_peft(config: Mapping[str, object]) -> tuple[str | None, int | None]:
+    """Return the base and the rank, where the config has them."""
     rank = config.get("r")
     return _shown(config.get("base_model_name_or_path")), rank if type(rank) is int and 0 < rank < 2**31 else None
 

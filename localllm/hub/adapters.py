@@ -23,16 +23,26 @@ from localllm.hub.adapter_files import (
     typed_base,
     without_weights,
 )
-from localllm.hub.gguf_files import is_gguf_adapter
+from localllm.hub.gguf_files import is_gguf_adapter, is_gguf_model
 from localllm.hub.installed import locate
-from localllm.hub.names import HubName, looks_like_path, path_of, pull_command, refusal, whole_path
+from localllm.hub.names import HubName, looks_like_path, path_of, pull_command, refusal, short_name, whole_path
 from localllm.hub.quants import models_among, pick
 from localllm.hub.repo_cache import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, RepoCache
 from localllm.hub.settings import HubSettings, Progress
 from localllm.present import is_file, is_folder, is_there
 from localllm.registry import REPO_ID, load_registry
 
-__all__ = ["AdapterFiles", "is_for", "list_adapters", "locate_adapter", "pull_adapter", "split_scale", "typed_base"]
+__all__ = [
+    "AdapterFiles",
+    "adapter_bytes",
+    "is_for",
+    "is_here",
+    "list_adapters",
+    "locate_adapter",
+    "pull_adapter",
+    "split_scale",
+    "typed_base",
+]
 
 MOST_SCALE = 100.0
 _LIST = Fix.command("adapters")
@@ -41,19 +51,38 @@ _LIST = Fix.command("adapters")
 def split_scale(text: str) -> tuple[str, float]:
     """Return the name and the scale of NAME_OR_PATH[:SCALE]. Of a path that is there the whole text is the name.
 
-    Raises UsageError for a number that is no scale.
+    Raises UsageError for a number that is no scale, and for what is no number behind an adapter that is here.
     """
-    name, colon, number = text.rpartition(":")
-    try:
-        scale = float(number)
-    except ValueError:
-        return text, 1.0
+    name, colon, written = text.rpartition(":")
     if not colon or is_there(path_of(text)):
         return text, 1.0
-    if not -MOST_SCALE <= scale <= MOST_SCALE:  # or it is no number: nan
-        why, fix = f"it must be a number from {-MOST_SCALE:g} to {MOST_SCALE:g}", Fix.word(text, f"{name}:1")
-        raise UsageError(f"the scale of the adapter {name[:80]!r} is {number[:20]}", why=why, fix=fix)
-    return name, scale
+    scale = _number(written)
+    if scale is None:
+        before, _, number = name.rpartition(":")
+        if _number(number) is not None and is_here(before):  # "./fox:3:"
+            name, written = before, text.removeprefix(f"{before}:")
+        elif not is_here(name):
+            return text, 1.0
+    elif -MOST_SCALE <= scale <= MOST_SCALE:
+        return name, scale
+    near = _number(written.strip(":").replace(",", "."))
+    meant = near if near is not None and -MOST_SCALE <= near <= MOST_SCALE else 1.0
+    what = f"the scale of the adapter {name[:80]!r} is no number from {-MOST_SCALE:g} to {MOST_SCALE:g}"
+    raise UsageError(what, why=f"it is {written[:20]!r}", fix=Fix.word(text, f"{name}:{meant:g}"))
+
+
+def _number(text: str) -> float | None:
+    with suppress(ValueError):
+        return None if "_" in text else float(text)
+    return None
+
+
+def is_here(name: str) -> bool:
+    """Return whether an adapter has exactly this name: of a repository with GGUF files each has a longer one."""
+    path, called = path_of(name), short_name(name).casefold()
+    if is_gguf_adapter(path) or is_file(path / ADAPTER_CONFIG):
+        return True
+    return any(called in (each.name.casefold(), each.hub_name.casefold()) for each in list_adapters())
 
 
 def list_adapters(text: str | None = None) -> list[AdapterFiles]:
@@ -93,7 +122,7 @@ def locate_adapter(name: str, *, offline: bool = False) -> AdapterFiles:
     by_name = [each for each in here if name.casefold() == each.name.casefold()]
     if len(by_name) == 1:
         return by_name[0]
-    found = HubName.read(name)
+    found = _on_hub(name)
     if found is None:
         raise _not_here(name, "no folder and no file here has this name", here, hub)
     return _of_hub(name, found, here, hub)
@@ -105,7 +134,7 @@ def pull_adapter(name: str, *, progress: Progress = lambda _: None, offline: boo
 
     Raises AdapterError for a repository without one, and what `hub.pull` does.
     """
-    found = None if refusal(name) else HubName.read(name)
+    found = None if refusal(name) else _on_hub(name)
     hub = HubSettings.from_environment(offline=offline)
     is_own = is_file(path_of(name) / ADAPTER_CONFIG) or is_file(path_of(name))
     if found is None or hub.offline or is_own:
@@ -119,9 +148,32 @@ def pull_adapter(name: str, *, progress: Progress = lambda _: None, offline: boo
     return locate_adapter(name, offline=offline)
 
 
+def adapter_bytes(name: str) -> int:
+    """Return how many bytes `pull_adapter` would fetch of an adapter of the hub, of which none are here. Raises what it
+    does."""
+    from localllm.hub.fetch import listed_bytes
+    from localllm.hub.http import HubClient
+
+    found = _on_hub(name)
+    if found is None:
+        return locate_adapter(name).num_bytes
+    client = HubClient(HubSettings.from_environment(), found.repo, name)
+    return listed_bytes(client, found.revision or "main", found.part, is_adapter=True)
+
+
 def _last_part(adapter: AdapterFiles) -> str:
     """Return what a name on the hub has behind the maker's, in small letters: "my-lora" or "my-lora:f16"."""
     return adapter.hub_name.partition("/")[2].casefold()
+
+
+def _on_hub(name: str) -> HubName | None:
+    """Return what a name may be on the hub; None also for folder/x.gguf, which is a file's."""
+    found = HubName.read(name)
+    return None if _is_of_file(name) and found is not None and not found.part else found
+
+
+def _is_of_file(name: str) -> bool:
+    return name.casefold().endswith(".gguf")
 
 
 def _of_file(path: Path, name: str) -> AdapterFiles:
@@ -130,7 +182,7 @@ def _of_file(path: Path, name: str) -> AdapterFiles:
     why, fix = "an adapter is a folder with adapter_config.json, or a GGUF file", _LIST
     if is_file(path.parent / ADAPTER_CONFIG):
         fix = Fix.word(name, str(path.parent))
-    elif path.suffix.casefold() == ".gguf":
+    elif is_gguf_model(path):
         why, fix = "its header does not say that it is one (general.type)", Fix.command("run", name)
     raise AdapterError(f"{path} is not an adapter", why=why, fix=fix)
 
@@ -170,12 +222,16 @@ def _not_here(name: str, why: str, here: Sequence[AdapterFiles], hub: HubSetting
     """Return the error of a name without an adapter on this disk."""
     if (error := _model_instead(name)) is not None:
         return error
+    path, found = path_of(name), _on_hub(name)
+    if is_folder(path) or (found is None and _is_of_file(name)):
+        return _no_folder(path, name)
     nearest = _nearest(name, here)
     why += f"; {' and '.join(nearest)} {'is' if len(nearest) == 1 else 'are'} here" if nearest else ""
     why += "; offline, nothing is fetched" if hub.offline else ""
-    pulled = pull_command(name if HubName.read(name) else "ORG/REPO")
-    what = f"the adapter {name[:80]} is not on this disk"
-    return AdapterError(what, why=why, fix=[*(Fix.word(name, near) for near in nearest), pulled])
+    fixes = [Fix.word(name, near) for near in nearest]
+    if found is not None or not nearest:
+        fixes.append(pull_command(name if found is not None else "ORG/REPO"))
+    return AdapterError(f"the adapter {name[:80]} is not on this disk", why=why, fix=fixes)
 
 
 def _model_instead(name: str) -> AdapterError | None:
@@ -192,6 +248,6 @@ def _model_instead(name: str) -> AdapterError | None:
 def _nearest(name: str, here: Sequence[AdapterFiles]) -> list[str]:
     """Return the names of those on this disk that may be meant."""
     last = name.rpartition("/")[2].casefold()
-    same = [each.name for each in here if _last_part(each) == last]
-    by_last = {_last_part(each): each.name for each in here}
-    return same or [by_last[near] for near in difflib.get_close_matches(last, by_last, n=2)]
+    parts = [_last_part(each) for each in here]
+    near = [last] if last in parts else difflib.get_close_matches(last, set(parts), n=2)
+    return [each.name for part in near for each in here if _last_part(each) == part]

@@ -78,9 +78,9 @@ def fetch_repository(
         raise repo_cache.disk_error(error, cache.folder, 0) from None
 
 
-def listed_bytes(client: HubClient, revision: str, part: str = "") -> int:
+def listed_bytes(client: HubClient, revision: str, part: str = "", *, is_adapter: bool = False) -> int:
     """Return the bytes of all files that `fetch_repository` would fetch. Raises what it does."""
-    listing = _Listing.read(client.listing(revision, lambda _: None), client, part)
+    listing = _Listing.read(client.listing(revision, lambda _: None), client, part, is_adapter=is_adapter)
     small, weights = listing.wanted(client)
     return sum(file.size_bytes for file in (*small, *weights))
 

@@ -130,6 +130,7 @@ class CardPlacements:
                 f"{ctx} tokens of context": owners["kv"] + owners["states"],
                 "what is being computed": owners["activations"] + owners["logits"],
                 "two blocks on their way": self._least_ring_bytes(amount),
+                ADAPTERS: owners[ADAPTERS],
             }
             return f"even where no block stays there: {parts(named)}"
         if self._has_slots:

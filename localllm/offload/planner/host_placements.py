@@ -121,6 +121,7 @@ class HostPlacements:
             f"{ctx} tokens of context": owners["kv"] + owners["states"],
             "what is being computed": owners["activations"],
             "the embedding": owners["embedding"],
+            ADAPTERS: owners[ADAPTERS],
             blocks: owners["blocks"],
         }
         return f"even {how}: {parts(named)}"

@@ -142,7 +142,7 @@ class Search:
             found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
         if card is not None and self.shape.can_slot:  # which reads experts from the disk
             found.append(Fix.flag(*self.machine.cpu_flags))
-        return [*found, *self._shorter_contexts()] or [SMALLER]
+        return [*found, *self._shorter_contexts()] or [self._smaller()]
 
     @cached_property
     def _placements(self) -> HostPlacements | CardPlacements:
@@ -168,6 +168,12 @@ class Search:
     def _packed_ram_bytes(self) -> int:
         """Return the least of the host's memory for a model that is packed already."""
         return replace(self, shape=replace(self.shape, packing=None)).least_ram_bytes()
+
+    def _smaller(self) -> Fix:
+        """Return what helps where no flag gives enough: less memory for adapters, or a smaller model."""
+        alone = replace(self, shape=replace(self.shape, adapter_bytes=0))
+        room_mib = (self.machine.memory.ram_bytes - alone.least_ram_bytes()) >> 20
+        return Fix.flag("--adapter-memory", f"{room_mib}MiB") if self.shape.adapter_bytes and room_mib > 0 else SMALLER
 
     def _shorter_contexts(self) -> list[Fix]:
         """Return the flag for the longest context below the one that was asked for with which it would fit, if any."""
