@@ -30,6 +30,7 @@ KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 # What drafts tokens: a drafter by its name, or a second model.
 SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip", "mtp"), "model:"
+MAX_ADAPTER_SCALE = 100.0
 DRAFT_TOKENS = 8  # at most, where nobody asked
 MOST_DRAFT_TOKENS = 15  # with the token before them, the rows that a plan has room for the logits of
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from localllm.errors import UsageError
+from localllm.settings import MAX_ADAPTER_SCALE
 from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 MAX_BIAS = 1e6  # beyond every logit, and far from where adding one more overflows
 MAX_BEAMS = 16
 MAX_ALTERNATIVES = 100  # that are reported with a token
-MAX_ADAPTER_SCALE = 100.0
 MAX_LENGTH_PENALTY = 10.0
 WHOLE_NUMBERS = frozenset({"top_k", "repeat_last_n", "dry_allowed_length", "seed", "logprobs", "max_tokens"})
 

@@ -31,10 +31,12 @@ from localllm.hub.repo_cache import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIG
 from localllm.hub.settings import HubSettings, Progress
 from localllm.present import is_file, is_folder, is_there
 from localllm.registry import REPO_ID, load_registry
+from localllm.settings import MAX_ADAPTER_SCALE
 
 __all__ = [
     "AdapterFiles",
     "adapter_bytes",
+    "adapters_for",
     "is_for",
     "is_here",
     "list_adapters",
@@ -44,7 +46,6 @@ __all__ = [
     "typed_base",
 ]
 
-MOST_SCALE = 100.0
 _LIST = Fix.command("adapters")
 
 
@@ -63,11 +64,11 @@ def split_scale(text: str) -> tuple[str, float]:
             name, written = before, text.removeprefix(f"{before}:")
         elif not is_here(name):
             return text, 1.0
-    elif -MOST_SCALE <= scale <= MOST_SCALE:
+    elif -MAX_ADAPTER_SCALE <= scale <= MAX_ADAPTER_SCALE:
         return name, scale
     near = _number(written.strip(":").replace(",", "."))
-    meant = near if near is not None and -MOST_SCALE <= near <= MOST_SCALE else 1.0
-    what = f"the scale of the adapter {name[:80]!r} is no number from {-MOST_SCALE:g} to {MOST_SCALE:g}"
+    meant = near if near is not None and -MAX_ADAPTER_SCALE <= near <= MAX_ADAPTER_SCALE else 1.0
+    what = f"the scale of the adapter {name[:80]!r} is no number from {-MAX_ADAPTER_SCALE:g} to {MAX_ADAPTER_SCALE:g}"
     raise UsageError(what, why=f"it is {written[:20]!r}", fix=Fix.word(text, f"{name}:{meant:g}"))
 
 
@@ -100,6 +101,12 @@ def list_adapters(text: str | None = None) -> list[AdapterFiles]:
             found += adapters_of(RepoCache(cache_dir, repo))
     times = Counter(map(_last_part, found))
     return [replace(each, name=_last_part(each)) if times[_last_part(each)] == 1 else each for each in found]
+
+
+def adapters_for(base: str) -> list[AdapterFiles]:
+    """Return the adapters in the hub's cache that say that they are for this model, and can be used."""
+    registry = load_registry()
+    return [each for each in list_adapters() if each.is_usable and is_for(each, base, registry)]
 
 
 def locate_adapter(name: str, *, offline: bool = False) -> AdapterFiles:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
 from localllm.config import ResolvedSettings
-from localllm.engine.request import MAX_ADAPTER_SCALE
 from localllm.errors import (
     BugError,
     BusyError,
@@ -42,6 +41,7 @@ from localllm.runtime.resident_models import ResidentModels, consume_error, keep
 from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults
 from localllm.runtime.served_adapters import GivenAdapter, ServedAdapters
 from localllm.runtime.served_model import AskedModel, ServedModel, own_name
+from localllm.settings import MAX_ADAPTER_SCALE
 
 if TYPE_CHECKING:
     from localllm.engine.engine_info import LoadedEngine

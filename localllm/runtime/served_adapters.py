@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from localllm.engine.request import MAX_ADAPTER_SCALE, AdapterRef, Request
+from localllm.engine.request import AdapterRef, Request
 from localllm.errors import AdapterError, Fix, UsageError
-from localllm.hub.adapter_files import AdapterFiles, is_for
-from localllm.hub.adapters import list_adapters
+from localllm.hub.adapter_files import AdapterFiles
+from localllm.hub.adapters import adapters_for, list_adapters
 from localllm.hub.names import NAME_LIMIT
-from localllm.registry import load_registry
 from localllm.runtime.selection import Selection
 from localllm.runtime.served_model import ServedModel
+from localllm.settings import MAX_ADAPTER_SCALE
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,8 @@ class ServedAdapters:
 
     def of(self, model: ServedModel) -> list[str]:
         """Return the names of the adapters that a model can be asked for with. Reads the disk."""
-        registry, name = load_registry(), model.selection.model_name
         given = [each.files.name for each in self.given_to(model)]
-        here = [each.name for each in list_adapters() if is_for(each, name, registry)]
+        here = [each.name for each in adapters_for(model.selection.model_name)]
         return list(dict.fromkeys((*given, *here)))
 
     def _here(self, text: str) -> dict[str, AdapterFiles | None]:
