@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,7 +62,83 @@ def test_adapters_are_added_removed_and_listed(talk, made: Path) -> None:
     )
     said = [line for line in result.err.splitlines() if line.startswith("adapters: ")]
     assert said == [f"adapters: {each}" for each in ("fox:0.5", "fox:0.5 + owl", "owl", "owl", "none", "none")]
-    assert "/adapter NAME[:SCALE] uses one" in result.err and "on this disk: none" in result.err
+    assert (
+        "/adapter NAME[:SCALE] uses one" in result.err and "no adapter on this disk says that it is for" in result.err
+    )
+
+
+def test_an_adapter_is_removed_by_its_path_in_any_spelling(talk, made: Path) -> None:
+    for spelt in ("./owl", str(made / "owl"), f"../{made.name}/owl", "owl"):
+        for scale in ("", ":0.5"):
+            result = talk("/adapter fox", "/adapter + ./owl:0.5", f"/adapter - {spelt}{scale}")
+            said = [line for line in result.err.splitlines() if line.startswith("adapters: ")]
+            assert said[-1] == "adapters: fox", result.err
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_paths(talk, made: Path) -> None:
+    twin = made / "twin" / "fox"
+    shutil.copytree(made / "fox", twin)
+    fox = made / "fox"
+    on = "/adapter ./fox", "/adapter + ./twin/fox"
+    result = talk(*on, "/adapter - fox", "/adapter")
+    assert f"{fox} and {twin}" in result.err and f"/adapter - {twin}" in result.err
+    assert result.err.count(f"adapters: {fox} + {twin}\n") == 2
+    assert "adapters: fox\n" in talk(*on, f"/adapter - {twin}").err
+
+
+def test_a_sign_alone_is_refused_and_off_says_where_nothing_is_on(talk) -> None:
+    result = talk("Tell me", "/adapter fox", "/adapter -", "/adapter", "/adapter off", "/adapter off")
+    assert "/adapter - is followed by a name" in result.err and "/adapter off removes all" in result.err
+    assert "adapters: fox\n" in result.err and result.err.count("no adapter is on") == 1
+    assert result.err.count("computed anew") == 2
+
+
+def preset(name: str, model: Path | str, *adapters: str) -> None:
+    given = [word for adapter in adapters for word in ("--adapter", adapter)]
+    assert run_cli("preset", "save", name, "--model", str(model), *given, "--replace").code == 0
+
+
+def adapters_said(result: Result) -> list[str]:
+    return [line.removeprefix("adapters: ") for line in result.err.splitlines() if line.startswith("adapters: ")]
+
+
+def test_a_preset_brings_its_adapters_and_takes_them_with_it(talk, model: Path, made: Path) -> None:
+    preset("foxy", model, "./fox:0.5")
+    preset("plain", model)
+    asked = "/model foxy", "/adapter", "/model plain", "/adapter", "/adapter owl", "/model foxy", "/adapter"
+    result = talk(*asked, f"/model {model}", "/adapter")
+    assert adapters_said(result) == ["fox:0.5", "none", "owl", "fox:0.5", "none"]
+    assert f"loaded {model} + fox:0.5: " in result.err
+    begun = run_cli("chat", "foxy", "--plain", stdin=f"/adapter + owl\n/model {model}\n/adapter\n".encode())
+    assert adapters_said(begun) == ["fox:0.5 + owl", "owl"]
+
+
+def test_what_was_chosen_in_the_chat_or_on_the_line_goes_on_with_a_preset_without_adapters(talk, model: Path) -> None:
+    preset("plain", model)
+    assert adapters_said(talk("/model plain", "/adapter", flags=("--adapter", "fox"))) == ["fox"]
+    assert adapters_said(talk("/adapter fox", "/model plain", "/adapter")) == ["fox", "fox"]
+    preset("foxy", model, "./fox")
+    asked = "/model foxy", "/adapter", "/model plain", "/adapter"
+    assert adapters_said(talk(*asked, flags=("--adapter", "owl"))) == ["fox", "owl"]
+
+
+def test_a_miss_behind_a_switch_has_one_reason(talk) -> None:
+    err = talk("word " * 40, "/adapter fox", "more", "/cache").err
+    assert "computed: the adapters were switched, and what was computed with others is not used" in err
+    assert "what was computed before ends" not in err
+
+
+def test_a_resumed_chat_knows_what_was_computed_without_an_adapter(talk) -> None:
+    talk("word " * 40)
+    err = talk("/adapter fox", "/adapter off", named=False, flags=("--resume",)).err
+    assert "were computed with the same before" in err.partition("adapters: none")[2]
+
+
+def test_the_list_of_commands_has_a_blank_between_its_columns_and_names_off(talk) -> None:
+    err = talk("/help").err
+    [line] = [line for line in err.splitlines() if line.startswith("/adapter")]
+    assert "off" in line
+    assert all(each[22] == " " for each in err.splitlines() if each.startswith("/"))
 
 
 def test_a_switch_says_how_many_tokens_are_computed_anew(talk) -> None:
@@ -129,16 +206,17 @@ def test_a_chat_that_another_model_goes_on_with_names_the_adapters_of_its_own(ta
         assert result.code == 0 and "adapters: none\n" in result.err
 
 
-def test_an_adapter_that_is_gone_is_named_and_the_chat_goes_on_without_it(talk, made: Path) -> None:
-    copy = made / "gone"
-    copy.mkdir()
-    for file in (made / "fox").iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    talk("one", flags=("--adapter", "gone:2", "--adapter", "owl"))
-    copy.rename(made / "elsewhere")
-    result = talk("two", "/adapter", named=False, flags=("--resume",))
-    assert result.code == 0 and "adapters: owl\n" in result.err
-    assert "going on without the adapter gone:2" in result.err and f"/adapter + {copy}:2" in result.err
+@pytest.mark.parametrize("command", ["chat --plain --resume", "run -c -p once --max-tokens 2"])
+def test_an_adapter_that_is_gone_is_named_and_the_chat_goes_on_without_it(talk, made: Path, command: str) -> None:
+    copy = made / f"gone{len(command)}"
+    shutil.copytree(made / "fox", copy)
+    talk("one", flags=("--adapter", f"{copy.name}:2", "--adapter", "owl"))
+    copy.rename(copy.with_name(f"elsewhere{len(command)}"))
+    result = run_cli(*command.split(), stdin=b"two\n")
+    back = "once it is back, /adapter in the chat or --adapter on the line uses it again"
+    gone = f"going on without the adapter {copy.name}:2: there is no adapter '{copy}' (nothing is there); {back}\n"
+    assert result.code == 0 and result.err.count("going on without") == 1 and gone in result.err
+    assert [[each["name"] for each in of] for of in adapters_of_answers()[1:]] == [[str(made / "owl")]]
 
 
 def test_another_model_goes_on_without_adapters_that_are_not_its_own(talk) -> None:

@@ -5,7 +5,9 @@ Knows no engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.chat.dialogue import IN_CHAT
@@ -13,13 +15,18 @@ from localllm.config import ResolvedSettings
 from localllm.errors import LocalLLMError, UsageError
 from localllm.history.records import UsedAdapter
 from localllm.hub.adapters import is_for, list_adapters, locate_adapter, split_scale
+from localllm.hub.names import path_of, whole_path
 from localllm.registry import load_registry
 
 if TYPE_CHECKING:
     from localllm.hub.adapters import AdapterFiles
+    from localllm.runtime.presets import Preset
     from localllm.runtime.selection import Selection
 
-_NONE = "/adapter NAME[:SCALE] uses one, by its name or its path; /adapter + NAME adds one, /adapter off removes all"
+_USAGE = (
+    "/adapter NAME[:SCALE] uses one, by its name or its path; /adapter + NAME adds one, /adapter - NAME removes one, "
+    "/adapter off all"
+)
 
 
 def used(text: str) -> UsedAdapter:
@@ -42,12 +49,47 @@ def lasting(resolved: ResolvedSettings) -> ResolvedSettings:
 
 def shown(texts: Sequence[str]) -> str:
     """Return the adapters for people: "fox:0.5 + owl"."""
-    return " + ".join(UsedAdapter(*split_scale(text)).shown for text in texts)
+    return " + ".join(shown_each(texts))
+
+
+def shown_each(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return each adapter for people: "fox:0.5"; where two have the same name, with where they are from."""
+    times = Counter(map(short_name, texts))
+    pairs = [(text, UsedAdapter(*split_scale(text))) for text in texts]
+    return tuple(
+        each.shown if times[short_name(text)] == 1 else replace(each, name=_origin(text)).text for text, each in pairs
+    )
+
+
+def short_name(text: str) -> str:
+    """Return the name of an adapter as it is shown, without its scale."""
+    return UsedAdapter(split_scale(text)[0]).shown
+
+
+def _origin(text: str) -> str:
+    """Return where an adapter is from, however it is spelt: its whole name on the hub, or its path."""
+    name = split_scale(text)[0]
+    try:
+        return locate_adapter(name).origin
+    except LocalLLMError:  # it is gone
+        return str(whole_path(path_of(name)))
 
 
 def with_adapters(resolved: ResolvedSettings, texts: Sequence[str]) -> ResolvedSettings:
     """Return the settings with these adapters, as `/adapter` changes them."""
     return resolved.overlaid({"adapter": (tuple(texts), IN_CHAT)})
+
+
+def under_another(resolved: ResolvedSettings, left: Preset | None, taken: Preset | None) -> ResolvedSettings:
+    """Return the settings of a chat that goes on with another model or preset: with the adapters of the preset that it
+    takes, or else without those of the preset that it leaves."""
+    if taken is not None and "adapter" in taken.values:
+        return lasting(resolved.overlaid({"adapter": (taken.values["adapter"], taken.origins["adapter"])}))
+    if left is None or resolved.origins["adapter"] != IN_CHAT:
+        return resolved
+    origins = [(_origin(text), split_scale(text)[1]) for text in left.values.get("adapter", ())]
+    texts = resolved.settings.adapter
+    return with_adapters(resolved, [t for t in texts if (_origin(t), split_scale(t)[1]) not in origins])
 
 
 def on_disk(texts: Sequence[str], warn: Callable[[str], object]) -> tuple[str, ...]:
@@ -57,49 +99,61 @@ def on_disk(texts: Sequence[str], warn: Callable[[str], object]) -> tuple[str, .
         try:
             used(text)
         except LocalLLMError as error:
-            warn(left_out(text, error))
+            warn(
+                f"{left_out(text, error)}; once it is back, /adapter in the chat or --adapter on the line uses it again"
+            )
         else:
             kept.append(text)
     return tuple(kept)
 
 
 def left_out(text: str, error: LocalLLMError) -> str:
-    """Return the warning about an adapter with which a chat does not go on, and what gets it back."""
-    fixes = "; ".join(str(fix) for fix in error.fixes if fix.kind in ("command", "flag", "advice"))
-    back = f"; {fixes}; then /adapter + {text}" if fixes else f"; then /adapter + {text}"
-    return f"going on without the adapter {shown([text])}: {error.what} ({error.why}){back}"
+    """Return the warning about an adapter with which a chat does not go on, and what may help."""
+    helping = [fix for fix in error.fixes if fix.kind in ("command", "flag", "advice") and not fix.runs("adapters")]
+    fixes = "".join(f"; {fix}" for fix in helping)
+    return f"going on without the adapter {shown([text])}: {error.what} ({error.why}){fixes}"
 
 
 def changed(texts: Sequence[str], words: str) -> tuple[str, ...]:
     """Return the adapters as `/adapter WORDS` leaves them. Raises AdapterError, and UsageError for one to remove that
-    is none of them."""
-    sign, name = (words[0], words[1:].strip()) if words[:1] in ("+", "-") else ("", words)
-    if words in ("off", "-"):
+    is none of them, or could be two."""
+    if words == "off":
         return ()
+    sign, name = (words[0], words[1:].strip()) if words[:1] in ("+", "-") else ("", words)
     if not name:
-        raise UsageError("/adapter + is followed by a name", why="none was given", fix="/adapter lists them")
-    if sign != "-":
-        new = used(name)
-        others = [text for text in texts if split_scale(text)[0] != new.name]
-        return (*others, new.text) if sign else (new.text,)
-    kept = tuple(text for text in texts if name not in (text, split_scale(text)[0], shown([text]), _last(text)))
-    if len(kept) == len(texts):
+        fix = "/adapter lists them" if sign == "+" else "/adapter off removes all"
+        raise UsageError(f"/adapter {sign} is followed by a name", why="none was given", fix=fix)
+    if sign == "-":
+        return _without(texts, name)
+    new = used(name)
+    others = [text for text in texts if _origin(text) != _origin(new.text)]
+    return (*others, new.text) if sign else (new.text,)
+
+
+def _without(texts: Sequence[str], wanted: str) -> tuple[str, ...]:
+    """Return the others than NAME_OR_PATH[:SCALE]."""
+    name, scale = split_scale(wanted)
+    found = [text for text in texts if short_name(text) == name]
+    found = found or [text for text in texts if _origin(text) == _origin(name)]
+    if name != wanted:  # with a scale
+        found = [text for text in found if split_scale(text)[1] == scale] or found
+    origins = list(dict.fromkeys(map(_origin, found)))
+    if len(origins) > 1:
+        fixes = [f"/adapter - {origin}" for origin in origins]
+        raise UsageError(f"{name[:80]!r} names {len(origins)} adapters here", why=" and ".join(origins), fix=fixes)
+    if not found:
         why = f"it has {shown(texts)}" if texts else "it has none"
-        fix = f"/adapter - {_last(texts[0])}" if texts else "/adapter NAME"
+        fix = f"/adapter - {short_name(texts[0])}" if texts else "/adapter NAME"
         raise UsageError(f"this chat has no adapter {name[:80]!r}", why=why, fix=fix)
-    return kept
-
-
-def _last(text: str) -> str:
-    """Return the name as it is shown, without the scale."""
-    return UsedAdapter(split_scale(text)[0]).shown
+    return tuple(text for text in texts if text not in found)
 
 
 def lines(texts: Sequence[str], selection: Selection) -> list[str]:
     """Return the chat's adapters, those on this disk that its model can have, and how one is used."""
-    fitting = fitting_adapters(selection)
-    here = ", ".join(each.name for each in fitting) or "none that says so; `localllm adapters` lists all"
-    return [f"adapters: {shown(texts) or 'none'}", f"for {selection.files.name} on this disk: {here}", _NONE]
+    model, fitting = selection.files.name, ", ".join(each.name for each in fitting_adapters(selection))
+    none = f"no adapter on this disk says that it is for {model}; `localllm adapters` lists all"
+    here = f"for {model} on this disk: {fitting}" if fitting else none
+    return [f"adapters: {shown(texts) or 'none'}", here, _USAGE]
 
 
 def fitting_adapters(selection: Selection) -> list[AdapterFiles]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cache.page_folder import PAGE_TOKENS
-from localllm.chat.adapters import lasting, left_out, shown, with_adapters
+from localllm.chat.adapters import lasting, left_out, shown, under_another, with_adapters
 from localllm.chat.answer import Answer, context_used
 from localllm.chat.attachments import Attachment, FileReader, kept_files
 from localllm.chat.context import (
@@ -139,6 +139,7 @@ class ChatSession:
         if resumed is not None:
             resumed.restore(self.dialogue, system)
         self.recorder = recorder_of(self.dialogue, notifier, selection, resumed)
+        self._resumed = resumed  # for as long as its first model answers
         self._handle: EngineHandle | None = None
         self.engine: LoadedEngine | None = None
         self.pending: PendingTurn | None = None
@@ -164,16 +165,20 @@ class ChatSession:
         _ = engine.template
         self._handle, self.engine = handle, engine
         self._reset()
+        if self._resumed is not None:
+            self._count_as_computed(self._resumed)
 
     def use_model(self, selection: Selection) -> None:
-        """Take another model, which is still to be loaded. The system message of a preset is that of new conversations,
-        and of this one before its first question."""
-        before, self.selection = self.selection.settings.system, selection
-        self.engine = self.pending = None
+        """Take another model, which is still to be loaded. A preset brings its adapters, and those of the one before
+        leave. Its system message is that of new conversations, and of this one before its first question."""
+        before, self.selection = self.selection, selection
+        self.engine = self.pending = self._resumed = None
         self._reset()
         self.dialogue.use(lasting(selection.resolved))
+        if selection.word != before.word:
+            self.dialogue.resolved = under_another(self.dialogue.resolved, before.preset, selection.preset)
         self.recorder.use_model(selection.model_name)
-        if (system := selection.settings.system) != before:
+        if (system := selection.settings.system) != before.settings.system:
             self._system = system
             if not self.dialogue.turns:
                 self.dialogue.system = system
@@ -184,6 +189,11 @@ class ChatSession:
     def adapters(self) -> tuple[str, ...]:
         """The adapters of the next answers, as the setting names them."""
         return self.dialogue.resolved.settings.adapter
+
+    @property
+    def shown_model(self) -> str:
+        """The model with its adapters: "tiny + fox:0.5"."""
+        return " + ".join(filter(None, (self.selection.files.name, shown(self.adapters))))
 
     @property
     def _adapter_refs(self) -> tuple[AdapterRef, ...]:
@@ -210,10 +220,11 @@ class ChatSession:
 
     def drop_unfit_adapters(self) -> None:
         """Go on without the adapters that the loaded model cannot have; a warning names each."""
-        wanted = self.adapters
+        resolved = self.dialogue.resolved
+        wanted, origin = self.adapters, resolved.origins["adapter"]
         kept: list[str] = []
         for text in wanted:
-            self.dialogue.resolved = with_adapters(self.dialogue.resolved, [*kept, text])
+            self.dialogue.resolved = resolved.overlaid({"adapter": ((*kept, text), origin)})
             try:
                 self.check_adapters()
             except EngineGoneError:
@@ -223,7 +234,7 @@ class ChatSession:
             else:
                 kept.append(text)
         if len(kept) < len(wanted):
-            self.dialogue.resolved = with_adapters(self.dialogue.resolved, kept)
+            self.dialogue.resolved = resolved.overlaid({"adapter": (tuple(kept), origin)})
 
     def _cost_of_adapters(self) -> str:
         """Return how many tokens of the chat have no keys and values of the present adapters yet."""
@@ -234,6 +245,17 @@ class ChatSession:
         num_known = same - same % PAGE_TOKENS
         anew = f"{len(ids) - num_known:,} tokens of this chat are computed anew"
         return f"{anew}, the first {num_known:,} were computed with the same before" if num_known else anew
+
+    def _count_as_computed(self, resumed: Resumed) -> None:
+        """Take what a saved chat had for computed with the adapters of its last answer: the cache outlives engines."""
+        if resumed.adapters is None or resumed.session.model != self.selection.model_name:
+            return
+        num_new = len(self.dialogue.turns) - len(resumed.turns)  # asked while the model was loading
+        messages = self.dialogue.messages
+        with suppress(LocalLLMError):  # one is gone, or the template refuses the chat: then nothing is known
+            resolved = with_adapters(self.dialogue.resolved, resumed.adapters)
+            refs = Selection(self.selection.files, resolved).adapters()
+            self._computed[refs] = tuple(self._encode(messages[: len(messages) - num_new]))
 
     def resume_adapters(self, resumed: Resumed) -> None:
         """Go on with the adapters of the last answer of a chat that was opened, where this model gave it."""
@@ -458,9 +480,9 @@ class ChatSession:
         finished = self.answer.finished
         cached, total = finished.usage.cached_tokens, finished.usage.prompt_tokens
         line = f"{cached} of the last prompt's {total} tokens were found, the others computed"
-        explanation = self.pending.explained(finished)
         if self.pending.is_switched:
-            line += "; those of the answer before belong to its adapters"
+            return [f"{line}: the adapters were switched, and what was computed with others is not used"]
+        explanation = self.pending.explained(finished)
         return [line] if explanation is None else [line, str(explanation)]
 
     # The conversation
@@ -483,6 +505,9 @@ class ChatSession:
         self.dialogue.attached.extend(waiting)  # before the next question, which is now one of this chat
         self.recorder = recorder_of(self.dialogue, self._notifier, self.selection, resumed)
         self._reset()
+        self._resumed = resumed
+        if self.engine is not None:
+            self._count_as_computed(resumed)
         return is_another
 
     def load(self, path: str) -> int:

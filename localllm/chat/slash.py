@@ -59,7 +59,7 @@ def _set(session: ChatSession, text: str) -> list[str]:
     if key == "think" and value:
         return _think(session, value)
     if key == "adapter":
-        return _adapter(session, value)
+        return _adapter(session, "off" if value == "-" else value)
     if value:
         session.dialogue.set(key, value)
     return session.settings_lines(key)
@@ -68,6 +68,8 @@ def _set(session: ChatSession, text: str) -> list[str]:
 def _adapter(session: ChatSession, words: str) -> list[str]:
     if not words:
         return adapters.lines(session.adapters, session.selection)
+    if words == "off" and not session.adapters:
+        return ["no adapter is on"]
     try:
         cost = session.use_adapters(adapters.changed(session.adapters, words))
     except LocalLLMError as error:
@@ -142,11 +144,11 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "copy": Command("[NUMBER]", "copy the last answer, or its code block of this number"),
     "model": Command("[NAME]", "show the model, or continue with another; the chat stays"),
-    "adapter": Command("[NAME[:SCALE]]", "list adapters (LoRA), or use one; + NAME adds, - NAME removes", _adapter),
+    "adapter": Command("[NAME|off]", "use an adapter (LoRA), or list them; + NAME adds, - NAME removes", _adapter),
     "preset": Command("save NAME", "save model, system message and changed settings as a preset", _preset),
     "set": Command("[KEY VALUE]", "show or change settings for the next answers; `-` resets one", _set),
     "think": Command("[on|off|LEVEL]", "how much to think before answering: low, medium, high; `-` resets it", _think),
-    "show": Command("", "show model, context, system message and settings", _show),
+    "show": Command("", "show model, adapters, context, system message and settings", _show),
     "stats": Command("[on|off]", "show speeds and times of the last answer, or after each one"),
     "tokens": Command("", "show what uses how much of the context", _tokens),
     "cache": Command(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat import slash
-from localllm.chat.adapters import shown
 from localllm.chat.answer import statistics
 from localllm.chat.attachments import folded
 from localllm.chat.file_references import dropped
@@ -239,8 +238,7 @@ class LineChat:
         session = self._session  # whose recorder is another one behind /sessions ID
         if self._reader.interactive and (engine := session.engine) is not None:
             private = "private: nothing is saved; " if session.recorder.is_private else ""
-            name = " + ".join(filter(None, (session.selection.files.name, shown(session.adapters))))
-            self._output.note(f"{name}, context {engine.ctx} tokens; {private}/help, /bye")
+            self._output.note(f"{session.shown_model}, context {engine.ctx} tokens; {private}/help, /bye")
         try:
             self._converse()
         finally:
@@ -386,7 +384,7 @@ class LineChat:
             raise
         assert session.engine is not None
         facts = session.engine.facts()
-        self._output.note(f"loaded {selection.files.name}: {facts.weights} weights, {facts.ctx:,} tokens of context")
+        self._output.note(f"loaded {session.shown_model}: {facts.weights} weights, {facts.ctx:,} tokens of context")
         if (too_long := session.too_long()) is not None:
             self._output.warn(too_long)
 

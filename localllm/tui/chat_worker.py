@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat import slash
-from localllm.chat.adapters import shown
+from localllm.chat.adapters import shown, shown_each
 from localllm.chat.answer import Answer
 from localllm.chat.attachments import Attachment
 from localllm.chat.context import ContextUsage
@@ -181,8 +181,7 @@ class ChatWorker:
         """Note the model, the system message and the settings, for `/show`."""
         files = self.session.selection.files
         self.note(f"model {files.name} in {files.gguf or files.directory}")
-        if adapters := shown(self.session.adapters):
-            self.note(f"adapters: {adapters}")
+        self.note(f"adapters: {shown(self.session.adapters) or 'none'}")
         self.command("system")
         self.command("set")
 
@@ -318,7 +317,7 @@ class ChatWorker:
         thinking = frozenset(i for i, turn in enumerate(turns) if dialogue.begins_in_thought(turn))
         about = recorder.title, recorder.session_id, recorder.is_private
         ending = self.answers.ending_of(turns)
-        adapters = shown(self.session.adapters)
+        adapters = shown_each(self.session.adapters)
         self._post(messages.ConversationChanged(turns, *about, attached, ending, thinking, adapters))
 
     def _count(self, num_said: int = 0) -> None:
@@ -358,7 +357,8 @@ class ChatWorker:
         self._post(messages.ModelReady(name, facts))
         self._show_and_count()
         if self._is_another:
-            self.note(f"loaded {name}: {facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens")
+            about = f"{facts.weights} weights, {facts.kv} keys and values, {facts.ctx:,} tokens"
+            self.note(f"loaded {self.session.shown_model}: {about}")
             self._warn_of_length()
         turns = self.session.dialogue.turns
         if turns and turns[-1] is self._waiting:

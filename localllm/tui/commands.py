@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from localllm.chat.slash import COMMANDS as SHARED
 from localllm.chat.slash import Command
@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, Command] = {
     **{name: SHARED[name] for name in ("load", "adapter", "preset")},
     "set": SHARED["set"],
     "think": SHARED["think"],
-    "show": Command("", "show model, context, system message and settings"),
+    "show": Command("", "show model, adapters, context, system message and settings"),
     "stats": Command("", "show speeds and times of the last answer"),
     **{name: SHARED[name] for name in ("tokens", "cache")},
     "theme": Command("[NAME]", "choose the colours: dark, light, auto, or a theme of the list"),
@@ -32,20 +32,26 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
-_ADAPTER = "/adapter "
+_ADAPTER, _REMOVED = "/adapter ", "/adapter - "
 
 
-def _adapters(text: str) -> list[tuple[str, str]]:
-    """The adapters on this disk that begin as the last word does: (the completed line, the name)."""
-    before, _, begun = text.rpartition(" ")
-    names = [adapter.name for adapter in list_adapters() if adapter.name.casefold().startswith(begun.casefold())]
-    return [(f"{before} {name}", name) for name in sorted(names, key=len)]  # a whole one first, which enter sends
+def _adapters(text: str, used: Sequence[str]) -> list[tuple[str, str]]:
+    """The adapters, and `off`, that begin as the line ends: (the completed line, the name)."""
+    if text.startswith(_REMOVED):
+        before, begun, names = _REMOVED, text.removeprefix(_REMOVED), used
+    else:
+        begun = text.rpartition(" ")[2]
+        before = text.removesuffix(begun)
+        names = sorted((adapter.name for adapter in list_adapters()), key=len)  # a whole one first, which enter sends
+        names = ["off", *names] if begun and before == _ADAPTER else names
+    return [(f"{before}{name}", name) for name in names if name.casefold().startswith(begun.casefold())]
 
 
-def completions(text: str) -> list[tuple[str, str]]:
-    """The commands that begin as the line does: (the completed line, a summary)."""
+def completions(text: str, adapters: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """The commands that begin as the line does: (the completed line, a summary). adapters: of the chat, as they are
+    shown."""
     if text.startswith(_ADAPTER):
-        return _adapters(text)
+        return _adapters(text, adapters)
     if not text.startswith("/") or "\n" in text or " " in text:
         return []
     return [

@@ -53,7 +53,7 @@ class ConversationChanged(Message):
     attached: tuple[tuple[str, str], ...] = ()
     ending: str = ""
     thinking: frozenset[int] = frozenset()
-    adapters: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass

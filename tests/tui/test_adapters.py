@@ -12,6 +12,7 @@ from localllm.chat.recorder import look_up
 from localllm.config import load_settings
 from localllm.errors import AdapterError
 from localllm.hub.adapters import AdapterFiles
+from localllm.runtime.presets import save_preset
 from localllm.runtime.selection import selected
 from localllm.tui.app import ChatApp, Start
 from tests.adapter_support import write_peft
@@ -98,5 +99,44 @@ async def test_names_of_adapters_complete(monkeypatch: pytest.MonkeyPatch) -> No
         assert app.chat.composer.text == "/adapter fox"
         await pilot.press("ctrl+c", *"/adapter + o", "tab")
         assert app.chat.composer.text == "/adapter + owl"
+        await pilot.press("ctrl+c", *"/adapter of", "tab")
+        assert app.chat.composer.text == "/adapter off"
         await send(pilot, "/adapter owl:2")
         await until(pilot, "the adapter owl is not on this disk")
+
+
+async def test_behind_a_minus_the_adapters_of_the_chat_complete(fox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frog = AdapterFiles(Path("frog"), "f", "maker/f", "c", "tiny", 8, 1)
+    monkeypatch.setattr("localllm.tui.commands.list_adapters", lambda: [frog])
+    twin = write_peft(fox.parent / "other" / "fox", base="tiny")
+    async with chatting(adapter=(str(fox),)) as (app, pilot):
+        await until(pilot, "tiny int4-g64 + fox")
+        await pilot.press(*"/adapter - f", "tab")
+        assert app.chat.composer.text == "/adapter - fox"
+        await pilot.press("ctrl+c")
+        await command(pilot, f"/adapter + {twin}", until="adapters:")
+        await pilot.press(*"/adapter - ", "down", "tab")
+        assert app.chat.composer.text == f"/adapter - {twin}"
+
+
+async def test_show_names_the_adapters_and_that_there_are_none(fox: Path) -> None:
+    async with chatting() as (_, pilot):
+        await command(pilot, "/show", until="adapters: none")
+        await command(pilot, f"/adapter {fox}", until="adapters: fox")
+        await command(pilot, "/show", until="adapters: fox")
+
+
+async def test_a_preset_brings_its_adapters_and_takes_them_with_it(fox: Path) -> None:
+    owl = write_peft(fox.with_name("owl"), base="tiny")
+    save_preset("foxy", {"model": "tiny", "adapter": [str(fox)]}, replaces=False)
+    service = FakeService()
+    async with chatting(service) as (app, pilot):
+        await command(pilot, "/model foxy", until="loaded tiny + fox: ")
+        await command(pilot, f"/adapter {owl}", until="tiny int4-g64 + owl")
+        app.chat.worker.do(lambda: app.chat.worker.use(None, {"ctx": 512}))  # as the plan does
+        await until(pilot, "loaded tiny + owl: ")
+        await command(pilot, "/adapter off", until="adapters: none")
+        await command(pilot, "/model tiny", until="loaded tiny: ")
+        await command(pilot, "/model foxy", until="loaded tiny + fox: ")
+        await command(pilot, "/model tiny", until="loaded tiny: ")
+        assert "+ fox" not in shown(app).splitlines()[-3]

@@ -97,7 +97,6 @@ class ChatScreen(Screen[None]):
         self._listed: tuple[object, ...] = ()  # of this chat, as the list of chats has it
         self._turns: tuple[messages.Turn, ...] = ()
         self._loaded: tuple[str, str] | None = None  # the model's name, and the format of its weights
-        self._adapters = ""  # as they are shown
         self._is_answering = self._is_asked = self._is_loading = False
         self._interrupted_at = 0.0
         self.session_id: str | None = None  # of the saved chat; None while nothing is saved
@@ -161,8 +160,7 @@ class ChatScreen(Screen[None]):
     def _show_model(self) -> None:
         """Show the loaded model and its adapters: "tiny int4 + fox:0.5"."""
         if self._loaded is not None:
-            adapters = f" + {self._adapters}" if self._adapters else ""
-            self.status.model_text = one_line(f"{' '.join(self._loaded)}{adapters}")
+            self.status.model_text = one_line(" + ".join((" ".join(self._loaded), *self.panel.adapters)))
 
     def on_model_failed(self, message: messages.ModelFailed) -> None:
         self._is_loading = False
@@ -178,7 +176,7 @@ class ChatScreen(Screen[None]):
 
     async def on_conversation_changed(self, message: messages.ConversationChanged) -> None:
         self.session_id = message.session_id
-        self._adapters = message.adapters
+        self.panel.adapters = message.adapters
         self._show_model()
         listed = message.session_id, message.title, len(message.turns)
         if listed != self._listed:  # not for each word that is saved

@@ -206,6 +206,7 @@ class ComposerPanel(Vertical):
         self._suggestions = Suggestions()
         self.composer = Composer(draft, key_names, self._suggestions)
         self.editing: Turn | None = None
+        self.adapters: Sequence[str] = ()  # of the chat, as they are shown
         self._attached = Static("", classes="attached")
         self._is_finding = self._has_found = False
         self._aside = ""  # the text when the search began
@@ -283,7 +284,7 @@ class ComposerPanel(Vertical):
             self._has_found = bool(found)
             self._show_mode()
         else:
-            commands = completions(text) if self.editing is None else []
+            commands = completions(text, self.adapters) if self.editing is None else []
             self._suggestions.suggest(commands or completed(text))
 
     def action_find(self) -> None:
