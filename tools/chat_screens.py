@@ -226,6 +226,7 @@ def _machine() -> Iterator[None]:
         patch.object(hub, "list_models", lambda: here),
         patch("localllm.runtime.fit_check.judge", _judged),
         patch.object(hub, "describe", _described),
+        patch("localllm.hub.repo_cache.free_bytes", lambda _folder: 500 * _GIB),  # what does not fit is no best model
     ):
         yield
 
