@@ -270,7 +270,7 @@ def test_the_command_says_what_to_type_next_and_that_runs(folders: Path) -> None
     base, adapter, merged = folders / "base", folders / "adapter", folders / "merged"
     result = run_cli("merge", base, f"{adapter}:0.5", "-o", merged)
     assert result.code == 0, result.err
-    assert result.out.decode().startswith(f"{base} with 0.5 of adapter: ")
+    assert result.out.decode().startswith(f"{base} with adapter:0.5: ")
     assert f'`localllm run {merged} "..."` uses it' in result.err and "merging" in result.err
     ran = run_cli("run", merged, "-p", "Once", "--max-tokens", "2", "--weights", "bf16")
     assert ran.code == 0, ran.err

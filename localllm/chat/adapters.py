@@ -14,12 +14,10 @@ from localllm.chat.dialogue import IN_CHAT
 from localllm.config import ResolvedSettings
 from localllm.errors import LocalLLMError, UsageError
 from localllm.history.records import UsedAdapter
-from localllm.hub.adapters import is_for, list_adapters, locate_adapter, split_scale
+from localllm.hub.adapters import adapters_for, locate_adapter, split_scale
 from localllm.hub.names import path_of, whole_path
-from localllm.registry import load_registry
 
 if TYPE_CHECKING:
-    from localllm.hub.adapters import AdapterFiles
     from localllm.runtime.presets import Preset
     from localllm.runtime.selection import Selection
 
@@ -150,13 +148,7 @@ def _without(texts: Sequence[str], wanted: str) -> tuple[str, ...]:
 
 def lines(texts: Sequence[str], selection: Selection) -> list[str]:
     """Return the chat's adapters, those on this disk that its model can have, and how one is used."""
-    model, fitting = selection.files.name, ", ".join(each.name for each in fitting_adapters(selection))
+    model, fitting = selection.files.name, ", ".join(each.name for each in adapters_for(selection.model_name))
     none = f"no adapter on this disk says that it is for {model}; `localllm adapters` lists all"
     here = f"for {model} on this disk: {fitting}" if fitting else none
     return [f"adapters: {shown(texts) or 'none'}", here, _USAGE]
-
-
-def fitting_adapters(selection: Selection) -> list[AdapterFiles]:
-    """Return the adapters on this disk that say that they are for this model."""
-    registry, base = load_registry(), selection.model_name
-    return [each for each in list_adapters() if is_for(each, base, registry)]

@@ -99,4 +99,4 @@ def _merge(
 
 
 def _listed(adapters: Sequence[tuple[AdapterFiles, float]]) -> str:
-    return " and ".join(adapter.name if scale == 1 else f"{scale:g} of {adapter.name}" for adapter, scale in adapters)
+    return " and ".join(adapter.name if scale == 1 else f"{adapter.name}:{scale:g}" for adapter, scale in adapters)

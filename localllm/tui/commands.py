@@ -42,7 +42,8 @@ def _adapters(text: str, used: Sequence[str]) -> list[tuple[str, str]]:
     else:
         begun = text.rpartition(" ")[2]
         before = text.removesuffix(begun)
-        names = sorted((adapter.name for adapter in list_adapters()), key=len)  # a whole one first, which enter sends
+        usable = (adapter.name for adapter in list_adapters() if adapter.is_usable)
+        names = sorted(usable, key=len)  # a whole one first, which enter sends
         names = ["off", *names] if begun and before == _ADAPTER else names
     return [(f"{before}{name}", name) for name in names if name.casefold().startswith(begun.casefold())]
 
