@@ -6,6 +6,7 @@ An adapter that answers use stays. `check` says before anything runs what is wro
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import threading
 from collections import OrderedDict
@@ -203,7 +204,9 @@ def _by_name(ref: AdapterRef) -> Iterator[None]:
     try:
         yield
     except AdapterError as error:
-        what, why = (text.replace(ref.path, ref.name or ref.path) for text in (error.what, error.why))
+        name = f"the adapter {ref.name or ref.path}"
+        what = re.sub(re.escape(ref.path) + r"(\S*): ", lambda found: f"in {name}{found[1]}, ", error.what)
+        what, why = (text.replace(ref.path, name) for text in (what, error.why))
         raise AdapterError(what, why=why, fix=error.fixes) from None
 
 

@@ -54,9 +54,6 @@ class ServerRefusedError(LocalLLMError):
     def __init__(self, status: int, name: str, message: str) -> None:
         told, _, fix = message.partition(_MENDING)
         what, _, why = told.removesuffix(".").partition(": ")
-        if " " not in what and ": " in why:  # a name, of which something is said
-            said, _, why = why.partition(": ")
-            what = f"{what}: {said}"
         super().__init__(what, why=why, fix=fix)
         self.code = AdapterError.code if name == "invalid_adapter" else self.code
         self.status = status
