@@ -118,6 +118,7 @@ def kept(page: Browser) -> list[dict[str, Any]]:
 
 def test_a_question_is_answered_and_tells_its_cost(page: Browser, says: Says) -> None:
     says("Once upon a time.")
+    wait_for(lambda: page.script("return document.querySelectorAll('#model option').length"))  # with their contexts
     assert answered(page) == "Once upon a time."
     assert page.text(".user > .body") == QUESTION and page.script("return document.title") == QUESTION
     note = page.text(LAST_NOTE)
