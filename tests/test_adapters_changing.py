@@ -93,6 +93,30 @@ def test_one_that_never_fits_is_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert "at least" in refused.value.why
 
 
+def test_an_adapter_without_a_name_is_called_by_its_folder(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "fox", 1, r=8)
+    with pytest.raises(AdapterError) as refused:
+        opened().check(Request(PROMPT, SAMPLING, adapters=(AdapterRef(str(folder)),)))
+    assert refused.value.what.startswith("in the adapter fox, ") and str(tmp_path) not in str(refused.value)
+
+
+def test_files_that_vanish_while_one_is_loaded_are_an_adapters_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from localllm.engine import adapters
+
+    folder, version = write_adapter(tmp_path / "fox", 1), adapters._version
+
+    def vanishing(named: AdapterRef) -> tuple[str, str]:
+        found = version(named)
+        (folder / "adapter_model.safetensors").unlink()
+        return found
+
+    monkeypatch.setattr(adapters, "_version", vanishing)
+    with pytest.raises(AdapterError, match="the adapter fox cannot be read"):
+        opened().check(Request(PROMPT, SAMPLING, adapters=(ref(folder),)))
+
+
 def test_one_that_was_given_up_is_in_memory_again_when_it_is_checked(tmp_path: Path) -> None:
     engine, request = opened(), Request(PROMPT, SAMPLING, adapters=(ref(write_adapter(tmp_path / "a", 1)),))
     engine.check(request)

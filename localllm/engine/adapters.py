@@ -6,6 +6,7 @@ An adapter that answers use stays. `check` says before anything runs what is wro
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 import threading
@@ -152,11 +153,11 @@ class AdapterCache:
 
     def _load(self, ref: AdapterRef, version: Version) -> Adapter:
         # INT8 takes a quarter of fp32, in which few are stored.
-        self._require_budget(sum(file.stat().st_size for file in _files(ref)) // 4, "at least ")
+        self._require_budget(sum(stat.st_size for stat in _stats(ref)) // 4, "at least ")
         with _by_name(ref):
             weights = read_adapter(Path(ref.path), self._layers.config, ref.name)
         if _version(ref) != version:
-            what, why = f"the files of the adapter {ref.name or ref.path} have changed", "they were read meanwhile"
+            what, why = f"the files of the adapter {_called(ref)} have changed", "they were read meanwhile"
             raise AdapterError(what, why=why, fix="ask again")
         return self._layers.adapter(weights, is_native=self._is_native())
 
@@ -204,22 +205,28 @@ def _by_name(ref: AdapterRef) -> Iterator[None]:
     try:
         yield
     except AdapterError as error:
-        name = f"the adapter {ref.name or ref.path}"
+        name = f"the adapter {_called(ref)}"
         what = re.sub(re.escape(ref.path) + r"(\S*): ", lambda found: f"in {name}{found[1]}, ", error.what)
         what, why = (text.replace(ref.path, name) for text in (what, error.why))
         raise AdapterError(what, why=why, fix=error.fixes) from None
 
 
-def _files(ref: AdapterRef) -> list[Path]:
-    path = Path(ref.path)
-    return [path] if path.suffix.casefold() == ".gguf" else [path / CONFIG, path / WEIGHTS]
+def _called(ref: AdapterRef) -> str:
+    return ref.name or Path(ref.path).name
 
 
 def _version(ref: AdapterRef) -> Version:
     """Raises AdapterError where there is no such file."""
+    stats = _stats(ref)
+    return ref.path, ";".join(f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}" for stat in stats)
+
+
+def _stats(ref: AdapterRef) -> list[os.stat_result]:
+    """Return what the system says of the adapter's files. Raises AdapterError where one is not there."""
+    path = Path(ref.path)
+    files = [path] if path.suffix.casefold() == ".gguf" else [path / CONFIG, path / WEIGHTS]
     try:
-        stats = [file.stat() for file in _files(ref)]
+        return [file.stat() for file in files]
     except OSError as error:
         why = f"{Path(error.filename).name}: {error.strerror}"
-        raise AdapterError(f"the adapter {ref.name or ref.path} cannot be read", why=why) from None
-    return ref.path, ";".join(f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}" for stat in stats)
+        raise AdapterError(f"the adapter {_called(ref)} cannot be read", why=why) from None
