@@ -188,7 +188,7 @@ def show_command(context: typer.Context, model: str, template: bool, as_json: bo
         "model",
         "MODEL",
         "A name of `localllm list` or `localllm adapters`.",
-        completion=options.complete_files,
+        completion=options.complete_removable,
         required=True,
     ),
     option("--packed", "Delete only its packed weights; also works for what is not downloaded, and for tiny."),

@@ -78,7 +78,7 @@ def complete_adapters(incomplete: str) -> list[str]:
     return _beginning(incomplete, (adapter.name for adapter in list_adapters() if adapter.is_usable))
 
 
-def complete_files(incomplete: str) -> list[str]:
+def complete_removable(incomplete: str) -> list[str]:
     """Return the names of installed models and adapters that begin so, as `rm` takes them."""
     from localllm.hub.adapters import list_adapters
 

@@ -97,7 +97,7 @@ def pull_absent_adapter(
     """Pull the adapter that `error` says is not here, with --pull (`unasked`) or where the user wants that. Nothing
     happens where nobody can be asked, or the hub would not help: whoever uses the adapter tells. Leaves where the
     answer is no."""
-    from localllm.hub.adapters import adapter_bytes
+    from localllm.hub.adapters import download_bytes
     from localllm.hub.names import pull_command
 
     if not unasked:
@@ -105,7 +105,7 @@ def pull_absent_adapter(
             return
         cli.output.note(f"the adapter {name} is not on this disk")
         with cli.output.progress("asking the hub"):
-            num_bytes = adapter_bytes(name)
+            num_bytes = download_bytes(name)
         cli.output.note(f"{format_bytes(num_bytes)} to download")
         _require_yes(cli, name, error)
     pull_adapter(cli, name, resolved)

@@ -71,7 +71,7 @@ class AdapterCache:
         CheckpointError, and DoesNotFitError where all of them are larger than the budget."""
         versions = tuple(map(_version, refs))
         for ref, version in zip(refs, versions, strict=True):
-            if self._is_wanted(version):
+            if self._make_way(version):
                 adapter = self._load(ref, version)  # without the lock, for which a step would wait
                 with self._lock:
                     self._checked[version] = adapter.num_bytes
@@ -83,8 +83,9 @@ class AdapterCache:
                 self._checked.popitem(last=False)
         return versions
 
-    def _is_wanted(self, version: Version) -> bool:
-        """Return whether an adapter is not known, or not in memory where there is room for it."""
+    def _make_way(self, version: Version) -> bool:
+        """Make room for an adapter that is not in memory; return whether it is to be read: there is room, or nothing is
+        known of it yet."""
         with self._lock:
             num_bytes = self._checked.get(version)
             return num_bytes is None or (version not in self._loaded and self._make_room(num_bytes))

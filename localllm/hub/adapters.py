@@ -35,8 +35,8 @@ from localllm.settings import MAX_ADAPTER_SCALE
 
 __all__ = [
     "AdapterFiles",
-    "adapter_bytes",
     "adapters_for",
+    "download_bytes",
     "is_for",
     "is_here",
     "list_adapters",
@@ -155,7 +155,7 @@ def pull_adapter(name: str, *, progress: Progress = lambda _: None, offline: boo
     return locate_adapter(name, offline=offline)
 
 
-def adapter_bytes(name: str) -> int:
+def download_bytes(name: str) -> int:
     """Return how many bytes `pull_adapter` would fetch of an adapter of the hub, of which none are here. Raises what it
     does."""
     from localllm.hub.fetch import listed_bytes
