@@ -15,12 +15,14 @@ from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from localllm.kernels import cpu_delta, cpu_isa, cpu_jit
-from localllm.kernels.cpu_delta import DeltaRoom, DeltaSegment
+from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_ir import F32V, Kernel
 from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gated_norm, mix
-from localllm.kernels.sizes import STEP_ROWS, DeltaShape
+from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
+from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.sizes import STEP_ROWS, DeltaShape, StatePlace
 
 SHAPES = [
     DeltaShape(2, 4, 32, 16),
@@ -45,8 +47,12 @@ def random_rows(shape: DeltaShape, count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, shape.row_floats, generator=torch.Generator().manual_seed(seed))
 
 
-def new_state(shape: DeltaShape) -> DeltaState:
-    return DeltaState(shape, torch.zeros(shape.state_bytes, dtype=torch.uint8))
+def place_of(shape: DeltaShape) -> StatePlace:
+    return StatePlace(LAYER * shape.state_bytes, LAYER * shape.snapshot_bytes)
+
+
+def new_state(shape: DeltaShape) -> LayerState[DeltaShape]:
+    return LayerState(shape, torch.zeros(shape.state_bytes, dtype=torch.uint8))
 
 
 def theirs(shape: DeltaShape, weights: DeltaWeights, raw: Tensor) -> Tensor:
@@ -73,26 +79,26 @@ def theirs(shape: DeltaShape, weights: DeltaWeights, raw: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_reference_equals_transformers(shape: DeltaShape) -> None:
     weights, raw = random_weights(shape), random_rows(shape, 150)
-    found = mix(DeltaRows(new_state(shape), raw, 0, 150), weights)
+    found = mix(StateRows(new_state(shape), raw, 0, 150), weights)
     torch.testing.assert_close(found, theirs(shape, weights, raw), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_chunks_replays_and_snapshots_change_no_bit(shape: DeltaShape) -> None:
     weights, raw = random_weights(shape), random_rows(shape, 140)
-    whole = mix(DeltaRows(new_state(shape), raw, 0, 140), weights)
+    whole = mix(StateRows(new_state(shape), raw, 0, 140), weights)
     state, snapshot = new_state(shape), torch.empty(shape.snapshot_bytes, dtype=torch.uint8)
-    parts = [mix(DeltaRows(state, raw[:100], 0, 100, {64: snapshot}), weights)]
+    parts = [mix(StateRows(state, raw[:100], 0, 100, {64: snapshot}), weights)]
     for begin, end in ((100, 103), (103, 119), (119, 120), (120, 121)):  # what is not committed is computed again
         wrong = random_rows(shape, 10, seed=9)  # drafts that are rejected
-        mix(DeltaRows(state, wrong, begin, begin), weights)
-        parts.append(mix(DeltaRows(state, raw[begin:end], begin, begin), weights))
+        mix(StateRows(state, wrong, begin, begin), weights)
+        parts.append(mix(StateRows(state, raw[begin:end], begin, begin), weights))
     assert state.position == 120
-    parts.append(mix(DeltaRows(state, raw[121:], 121, 140), weights))
+    parts.append(mix(StateRows(state, raw[121:], 121, 140), weights))
     assert torch.equal(torch.cat(parts), whole)
     other = new_state(shape)
     other.read_snapshot(snapshot, 64)
-    assert torch.equal(mix(DeltaRows(other, raw[64:], 64, 140), weights), whole[64:])
+    assert torch.equal(mix(StateRows(other, raw[64:], 64, 140), weights), whole[64:])
     assert torch.equal(other.matrices, state.matrices)
 
 
@@ -130,9 +136,10 @@ class NativeLayer:
         self.shape, stride = shape, shape.channels + shape.value_features + PADDING
         self.wide, self.gates = torch.zeros(rows, stride), torch.zeros(rows, 2 * shape.value_heads)
         self.mixed = torch.zeros(rows, shape.value_features)
-        self.room = DeltaRoom(shape, rows, segments)
+        self.tables = StateTables(rows, segments)
+        room = DeltaRoom(shape, self.tables)
         places = {"wide": self.wide, "stride": stride, "gates": self.gates, "mixed": self.mixed}
-        self.tape = Tape(self.room.steps(isa, weights, LAYER, **places))
+        self.tape = Tape(room.steps(isa, weights, place_of(shape), **places))
 
     def run(self, batch: list[Rows]) -> list[Tensor]:
         """[T, value_features] of each segment."""
@@ -143,10 +150,10 @@ class NativeLayer:
             self.wide[row:end, channels:-PADDING] = one.z
             self.gates[row:end] = one.raw[:, channels:]
             snapshots = tuple((position, snapshot.data_ptr()) for position, snapshot in one.snapshots.items())
-            segments.append(DeltaSegment(row, end, one.past, one.committed, one.states.data_ptr(), snapshots))
+            segments.append(PlacedStates(row, end, one.past, one.committed, one.states.data_ptr(), snapshots))
             row = end
-        assert self.room.holds(segments)
-        self.room.place(segments)
+        assert self.tables.holds(segments)
+        self.tables.place(segments)
         self.mixed.fill_(float("nan"))
         self.tape.run()
         return [self.mixed[segment.begin : segment.end].clone() for segment in segments]
@@ -160,8 +167,8 @@ class ReferenceLayer:
         found = []
         for one in batch:
             snapshots = {position: snapshot[LAYER] for position, snapshot in one.snapshots.items()}
-            state = DeltaState(self.shape, one.states[LAYER])
-            mixed = mix(DeltaRows(state, one.raw, one.past, one.committed, snapshots), self.weights)
+            state = LayerState(self.shape, one.states[LAYER])
+            mixed = mix(StateRows(state, one.raw, one.past, one.committed, snapshots), self.weights)
             found.append(gated_norm(mixed, one.z.view(mixed.shape), self.weights).flatten(1))
         return found
 
@@ -187,8 +194,8 @@ class Sequence:
         self.states, self.past = new_states(shape), 0
 
     @property
-    def state(self) -> DeltaState:
-        return DeltaState(self.shape, self.states[LAYER])
+    def state(self) -> LayerState[DeltaShape]:
+        return LayerState(self.shape, self.states[LAYER])
 
     def rows(self, end: int, committed: int | None = None, snapshots: dict[int, Tensor] | None = None) -> Rows:
         own = slice(self.past, end)
@@ -211,7 +218,7 @@ def whole(layer: NativeLayer, end: int = 140) -> tuple[Tensor, Tensor]:
 
 def assert_same_state(shape: DeltaShape, found: Tensor, expected: Tensor) -> None:
     """The same matrices and position, and the same rows before it, to the bit."""
-    states = [DeltaState(shape, states[LAYER]) for states in (found, expected)]
+    states = [LayerState(shape, states[LAYER]) for states in (found, expected)]
     assert torch.equal(states[0].matrices, states[1].matrices) and states[0].position == states[1].position
     end = states[0].position
     tails = [state.rows(end - shape.conv_width + 1, end) for state in states]
@@ -380,8 +387,8 @@ def test_softplus_is_right_for_small_and_large_numbers() -> None:
 
 @native
 def test_a_room_says_what_it_has_no_room_for() -> None:
-    room = DeltaRoom(NATIVE_SHAPES[0], rows=8, segments=2, snapshots=1)
-    one = DeltaSegment(0, 4, 0, 4, 0)
+    room = StateTables(rows=8, segments=2, snapshots=1)
+    one = PlacedStates(0, 4, 0, 4, 0)
     assert room.holds([]) and room.holds([one, replace(one, begin=4, end=8, snapshots=((1, 0),))])
     assert not room.holds([one, replace(one, begin=4, end=9)])
     assert not room.holds([one, one, one])

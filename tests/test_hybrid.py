@@ -61,7 +61,7 @@ def test_no_placement_changes_a_token(hybrid: Engine, placement: str) -> None:
     if hybrid.residency.placed is None:
         pytest.skip("a model that is computed from its checkpoint stays where it is")
     expected = said(hybrid, *wishes())
-    nets, layers = hybrid.config.delta_nets, enumerate(hybrid.config.layers)
+    nets, layers = hybrid.config.recurrents, enumerate(hybrid.config.layers)
     states = {f"layers.{number}.attention" for number, layer in layers if layer.mixer in nets}
     before = hybrid.residency.blocks
 

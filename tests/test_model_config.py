@@ -513,7 +513,7 @@ def test_a_hybrid_is_read_layer_by_layer() -> None:
     listed = parse_config(HYBRID | {"layer_types": [FULL, DELTA, FULL, FULL, DELTA, FULL]}, "a test's config")
     assert [listed.kept_number(layer) for layer in range(6)] == [0, 0, 1, 2, 1, 3]
     every_second = parse_config(HYBRID | {"full_attention_interval": 2}, "a test's config")
-    assert len(every_second.attentions) == len(every_second.delta_nets) == 3
+    assert len(every_second.attentions) == len(every_second.recurrents) == 3
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,17 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import CENTRED, DELTA_WORDS, INT8_GROUP, TILE, DeltaShape, Glu, RouterConfig, Weights
+from localllm.kernels.sizes import (
+    CENTRED,
+    INT8_GROUP,
+    STATE_WORDS,
+    TILE,
+    DeltaShape,
+    Glu,
+    RouterConfig,
+    StatePlace,
+    Weights,
+)
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -224,17 +234,18 @@ def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], Non
     """Yield the launches of a layer of Gated DeltaNet, ending in floats and in codes for matrices in these groups, and
     behind a product of the library's."""
     rows, heads = 2, shape.value_heads
-    tables = DeltaTables(_empty((rows, len(DELTA_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
     vectors = _empty((heads,)), _empty((heads,)), _empty((shape.value_dim,))
     weights = DeltaWeights(_empty((shape.conv_width, shape.channels)), *vectors)
     wide, gates = _empty((rows, shape.channels + shape.value_features)), _empty((rows, 2 * heads))
     outs: list[Tensor | Codes] = [_empty((rows, shape.value_features))]
+    place = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes)
     outs += codes_of_heads(rows, heads, shape.value_dim, groups)
     parts = RouterWeights(_empty((2 * heads, _HIDDEN)), norm=_empty((_HIDDEN,)), eps=1e-5)
     yield from (routing.logits_of(_empty((count, _HIDDEN)), parts, _empty((count, 2 * heads))) for count in (1, 4, 512))
-    yield from delta.mix(wide.bfloat16(), gates, outs[0], tables, weights, shape, 3)
+    yield from delta.mix(wide.bfloat16(), gates, outs[0], tables, weights, shape, place)
     for out in outs:
-        yield from delta.mix(wide, gates, out, tables, weights, shape, 3)
+        yield from delta.mix(wide, gates, out, tables, weights, shape, place)
 
 
 OTHER_HEADS = (

@@ -19,7 +19,7 @@ from localllm.cache.pages import HOST, Ferry, Page, PagePool
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import StateShape
 from localllm.layers.low_rank import AppliedAdapter
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
@@ -73,13 +73,13 @@ class KVPages:
         devices: Sequence[torch.device],
         shapes: Sequence[KVShape],
         dtype: torch.dtype,
-        delta_shape: DeltaShape | None = None,
+        state_shapes: Sequence[StateShape] = (),
         state_devices: Sequence[torch.device] = (),
     ) -> None:
-        """windows, devices, shapes: of each layer with keys and values. state_devices: of each layer with a state of
-        `delta_shape`."""
+        """windows, devices, shapes: of each layer with keys and values. state_shapes, state_devices: of each layer with
+        a state."""
         self.format = kv_format
-        self._delta_shape = delta_shape
+        self._state_shapes = tuple(state_shapes)
         self.state_devices = tuple(state_devices)
         ferry = Ferry()
 
@@ -122,12 +122,12 @@ class KVPages:
     @property
     def snapshot_bytes(self) -> int:
         """The bytes of a snapshot of all states of a sequence; 0 where no layer has any."""
-        return 0 if self._delta_shape is None else len(self.state_devices) * self._delta_shape.snapshot_bytes
+        return sum(shape.snapshot_bytes for shape in self._state_shapes)
 
     def new_state(self) -> SequenceState | None:
         """Return the states of a sequence that begins; None where no layer has any. Raises what torch does where there
         is no memory."""
-        return None if self._delta_shape is None else SequenceState(self._delta_shape, self.state_devices)
+        return SequenceState(self._state_shapes, self.state_devices) if self._state_shapes else None
 
     def move(self, devices: Sequence[torch.device], state_devices: Sequence[torch.device] = ()) -> None:
         """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from localllm.kernels.sizes import PAGE_TOKENS, STEP_ROWS, DeltaShape
+from localllm.kernels.sizes import PAGE_TOKENS, STEP_ROWS, StatePlace, StateShape
 
 HOST = torch.device("cpu")
 
@@ -21,32 +21,29 @@ HOST = torch.device("cpu")
 class LayerBytes:
     """So many bytes of each layer, each on its device, all layers of one device one after the other."""
 
-    def __init__(self, homes: Sequence[torch.device], num_bytes: int) -> None:
-        """homes: the device of each layer. Raises what torch does where there is no memory."""
-        self.num_bytes = num_bytes
-        self._place(homes)
+    def __init__(self, homes: Sequence[torch.device], sizes: Sequence[int]) -> None:
+        """homes, sizes: the device of each layer, and its bytes. Raises what torch does where there is no memory."""
+        self.homes, self.sizes = tuple(homes), tuple(sizes)
+        totals: Counter[torch.device] = Counter()
+        begins = []
+        for device, size in zip(homes, sizes, strict=True):
+            begins.append(totals[device])
+            totals[device] += size
+        self.begins = tuple(begins)  # of each layer, in bytes, among those of its device
         with torch.inference_mode(False):
             self._parts = {
-                device: torch.zeros(count, num_bytes, dtype=torch.uint8, device=device)
-                for device, count in Counter(homes).items()
+                device: torch.zeros(total, dtype=torch.uint8, device=device) for device, total in totals.items()
             }
-
-    def _place(self, homes: Sequence[torch.device]) -> None:
-        seen: Counter[torch.device] = Counter()
-        self.rows: list[tuple[torch.device, int]] = []  # of each layer: its device, and its number there
-        for device in homes:
-            self.rows.append((device, seen[device]))
-            seen[device] += 1
 
     @property
     def nbytes(self) -> int:
         """The bytes of all layers."""
-        return len(self.rows) * self.num_bytes
+        return sum(self.sizes)
 
     def layer(self, number: int) -> Tensor:
-        """uint8 [num_bytes]."""
-        device, row = self.rows[number]
-        return self._parts[device][row]
+        """uint8 [bytes of the layer]."""
+        begin = self.begins[number]
+        return self._parts[self.homes[number]][begin : begin + self.sizes[number]]
 
     def address(self, device: torch.device) -> int:
         """Return where the first of the device's layers begins; they lie one after the other."""
@@ -62,18 +59,18 @@ class LayerBytes:
 
     def move(self, homes: Sequence[torch.device]) -> None:
         """Move each layer to these devices. Where there is no memory, raise what torch does and move nothing."""
-        if [device for device, _ in self.rows] == list(homes):
+        if self.homes == tuple(homes):
             return
-        other = LayerBytes(homes, self.num_bytes)
-        for number in range(len(self.rows)):
+        other = LayerBytes(homes, self.sizes)
+        for number in range(len(homes)):
             other.layer(number).copy_(self.layer(number))
-        self.rows, self._parts = other.rows, other._parts
+        self.homes, self.begins, self._parts = other.homes, other.begins, other._parts
 
     def payload(self) -> Tensor:
         """Return all layers in order on the host, uint8 [nbytes]: these very bytes where they are there already."""
         if set(self._parts) == {HOST}:
-            return self._parts[HOST].view(-1)
-        return torch.cat([self.layer(number).to(HOST) for number in range(len(self.rows))])
+            return self._parts[HOST]
+        return torch.cat([self.layer(number).to(HOST) for number in range(len(self.homes))])
 
 
 class SequenceState:
@@ -85,10 +82,11 @@ class SequenceState:
     snapshots: those that were taken, by their position.
     """
 
-    def __init__(self, shape: DeltaShape, homes: Sequence[torch.device]) -> None:
-        """homes: the device of each layer. Raises what torch does where there is no memory."""
-        self.shape = shape
-        self.states = LayerBytes(homes, shape.state_bytes)
+    def __init__(self, shapes: Sequence[StateShape], homes: Sequence[torch.device]) -> None:
+        """shapes, homes: of each layer. Raises what torch does where there is no memory."""
+        self._shapes = tuple(shapes)
+        self._snapshot_sizes = [shape.snapshot_bytes for shape in shapes]
+        self.states = LayerBytes(homes, [shape.state_bytes for shape in shapes])
         self.committed = 0
         self.wanted: set[int] = set()
         self.follows = False
@@ -129,7 +127,13 @@ class SequenceState:
         return self.new_snapshot() if room is None else room
 
     def new_snapshot(self) -> LayerBytes:
-        return LayerBytes([device for device, _ in self.states.rows], self.shape.snapshot_bytes)
+        return LayerBytes(self.states.homes, self._snapshot_sizes)
+
+    def place(self, layer: int) -> StatePlace:
+        """Return where a layer's part begins, among those of its device."""
+        own = self.states.homes[layer]
+        before = zip(self.states.homes[:layer], self._snapshot_sizes, strict=False)
+        return StatePlace(self.states.begins[layer], sum(size for home, size in before if home == own))
 
     def advance(self, length: int) -> None:
         """Let what was computed count, up to so many tokens."""
@@ -160,12 +164,12 @@ class SequenceState:
 
     def begin_at(self, snapshot: Tensor, position: int) -> None:
         """Begin with a snapshot, uint8 as `LayerBytes.payload` returns it, of the tokens before `position`."""
-        from localllm.kernels.delta_rule import DeltaState
+        from localllm.kernels.layer_state import LayerState
 
-        parts = snapshot.view(len(self.states.rows), -1)
-        for number, part in enumerate(parts):
+        parts = torch.split(snapshot, self._snapshot_sizes)
+        for number, (shape, part) in enumerate(zip(self._shapes, parts, strict=True)):
             state = self.states.layer(number)
-            DeltaState(self.shape, state).read_snapshot(part.to(state.device), position)
+            LayerState(shape, state).read_snapshot(part.to(state.device), position)
         self._length = self._settled = position
 
     @property

@@ -9,10 +9,10 @@ import torch
 
 from localllm.errors import AdapterError
 from localllm.kernels.low_rank_record import LowRankRecord
-from localllm.layers.delta_net import DeltaNet
 from localllm.layers.linear import Linear
 from localllm.layers.low_rank import EMBED, HEAD, Adapter, AdapterWeights, LowRank
 from localllm.layers.moe import MoE
+from localllm.layers.recurrent import Recurrent
 from localllm.models.architecture import ModelConfig
 from localllm.models.cpu_buffers import native_sites
 from localllm.models.decoder import Decoder
@@ -74,8 +74,8 @@ def _exact_layers(decoder: Decoder) -> Iterator[Linear]:
             yield body.router
             if body.shared_gate is not None:
                 yield body.shared_gate
-        elif isinstance(body, DeltaNet):
-            yield body.gates_proj
+        elif isinstance(body, Recurrent):
+            yield from body.exact_linears
         if block.altup is not None:
             yield from block.altup.mixer.linears
 

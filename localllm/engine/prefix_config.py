@@ -108,4 +108,4 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
         "ropes": [asdict(each.rope) for each in config.attentions],
         "shape": [[*astuple(shape)] for shape in config.kv_shapes],
         "windows": list(config.windows),
-    } | ({"states": [asdict(each) for each in config.delta_nets]} if config.delta_nets else {})
+    } | ({"states": [asdict(each) for each in config.recurrents]} if config.recurrents else {})

@@ -35,7 +35,7 @@ def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
         devices=model.kv_devices,
         shapes=config.kv_shapes,
         dtype=model.dtype,
-        delta_shape=config.delta_shape,
+        state_shapes=config.state_shapes,
         state_devices=model.state_devices,
     )
 

@@ -117,7 +117,7 @@ class StepLoop:
         """Run one forward over the scheduled chunks and the tokens that are drafted behind them."""
         runner, ids = self.residency.runner, {sequence.request_id for sequence, _ in scheduled}
         # The others of a hybrid would begin anew: their states have changed in place.
-        has_states = bool(self.residency.config.delta_nets)
+        has_states = bool(self.residency.config.state_shapes)
         is_cancelled = self.scheduler.is_cancelled(ids, all_of_them=has_states)
         with self._clocks(scheduled):
             if self.speculation.is_on:

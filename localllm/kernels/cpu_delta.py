@@ -17,23 +17,22 @@ the second kernel's multiplications and additions alone are 5.6 ms at best.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import F32, F32V, I32, I64, LANES, PTR, Kernel, Value
+from localllm.kernels.cpu_ir import F32, F32V, I32, I64, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.delta_rule import L2_EPS, DeltaWeights
-from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS, STEP_ROWS, DeltaShape
+from localllm.kernels.sizes import STEP_ROWS, DeltaShape, StatePlace
 
-SEGMENT_BYTES = 8 * len(DELTA_WORDS)
 HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
 FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
 # Rows of the projection that are fetched before they are read: their strides are too long for a prefetcher. Without it
@@ -51,26 +50,8 @@ def value_floats(shape: DeltaShape) -> int:
     return shape.value_dim + LANES
 
 
-class _Segment:
-    """A segment's words, see DELTA_WORDS, and where its sequence's state of the kernel's layer has what."""
-
-    def __init__(self, k: Kernel, shape: DeltaShape, number: Value) -> None:
-        self.k, self.shape, a = k, shape, k.arg
-        at = a.segments.at(number * SEGMENT_BYTES)
-        kinds = [PTR if word in ("states", "snapshots") else I64 for word in DELTA_WORDS]
-        words: list[Value] = [at.at(8 * n).load(kind, 8) for n, kind in enumerate(kinds)]
-        self.begin, end, self.past, self.committed, states, self.row, self._snapshots, self._num_snapshots = words
-        self.matrices: Value = states.at(a.layer * shape.state_bytes)
-        self.positions = self.matrices.at(shape.positions_begin)
-        self.end = self.past + (end - self.begin)
-
-    def first(self, head: Value) -> Value:
-        """The position of the first token that this head's state lacks."""
-        position = self.positions.at(head * 8).load(I64, 8)
-        return self.past - self.k.smaller(self.past - self.k.smaller(position, self.past), self.k.i64(REPLAYED_ROWS))
-
-    def batch_row(self, position: Value) -> Value:
-        return self.begin + (position - self.past)
+class _Segment(StateSegment[DeltaShape]):
+    """A segment, and what the first kernel has prepared of it."""
 
     def keys(self, head: Value, position: Value) -> Value:
         """A pointer to what is prepared of a token for a key head."""
@@ -83,26 +64,13 @@ class _Segment:
     def _prepared(self, prepared: Value, head: Value, position: Value, floats: int) -> Value:
         return prepared.at((head * self.k.arg.rows + self.row + (position - self.past)) * (4 * floats))
 
-    def kept(self, position: Value) -> Value:
-        """A pointer to the kept row of a position, which may be less than zero."""
-        slot = (position + self.shape.kept_rows) % self.shape.kept_rows
-        return self.matrices.at(self.shape.matrix_bytes).at(slot * (4 * self.shape.row_floats))
-
-    @contextmanager
-    def snapshots(self) -> Iterator[tuple[Value, Value]]:
-        """For each snapshot: its position, and where its part of this layer is."""
-        with self.k.range(self.k.i64(0), self._num_snapshots, rolled=True) as n:
-            pair = self._snapshots.at(n * 16)
-            part = pair.at(8).load(PTR, 8).at(self.k.arg.layer * self.shape.snapshot_bytes)
-            yield pair.load(I64, 8), part
-
 
 def prepare_source(shape: DeltaShape) -> Kernel:
     """wide, gates, keys, values and the tables: see `DeltaRoom`. zeros: fp32 [row_floats]. beta_scale: the bits of a
     float."""
-    words = "wide gates zeros conv a_log dt_bias keys values segments shape | stride rows layer beta_scale"
+    words = "wide gates zeros conv a_log dt_bias keys values segments count | stride rows state snapshot beta_scale"
     k = Kernel("prepare_delta", words)
-    num_segments = k.arg.shape.load(I64, 8)
+    num_segments = k.arg.count.load(I64, 8)
     # Each thread has its part of both kinds of heads: a query's and a key's channels take twice as long as a value's.
     begin, end = k.share(num_segments * shape.key_heads)
     with k.range(begin, end) as item:
@@ -264,8 +232,8 @@ def _log1p(k: Kernel, y: Value) -> Value:
 
 def delta_source(isa: Isa, shape: DeltaShape) -> Kernel:
     """wide, mixed, keys, values and the tables: see `DeltaRoom`. norm: fp32 [value_dim]. eps: the bits of a float."""
-    k = Kernel("delta", "wide mixed norm keys values segments shape | stride rows layer eps")
-    num_segments = k.arg.shape.load(I64, 8)
+    k = Kernel("delta", "wide mixed norm keys values segments count | stride rows state snapshot eps")
+    num_segments = k.arg.count.load(I64, 8)
     tiles = shape.value_dim // LANES
     wide = 2 if isa.sums >= 16 and tiles % 2 == 0 else 1
     sweep = _Sweep(k, shape, wide)
@@ -416,75 +384,36 @@ def delta(isa: Isa, shape: DeltaShape) -> Native:
     return compile_kernel(delta_source(isa, shape), isa)
 
 
-@dataclass(frozen=True)
-class DeltaSegment:
-    """Tokens of one sequence in a batch.
-
-    begin, end: its rows of the batch. past: the position of the first row's token. committed: tokens before this
-    position change the state in place. states: the address of the sequence's states on the host, layer l's
-    l * state_bytes further on. snapshots: positions, and addresses that layer l's part is l * snapshot_bytes behind.
-    """
-
-    begin: int
-    end: int
-    past: int
-    committed: int
-    states: int
-    snapshots: tuple[tuple[int, int], ...] = ()
-
-
 class DeltaRoom:
-    """The buffers of a batch for the layers of one shape, at fixed places that a tape can point at.
+    """The buffers of a batch for the layers of one shape, at fixed places that a tape can point at."""
 
-    rows, segments, snapshots: of a batch, at most; snapshots: of all its segments together.
-    """
-
-    def __init__(self, shape: DeltaShape, rows: int, segments: int, snapshots: int = 64) -> None:
+    def __init__(self, shape: DeltaShape, tables: StateTables) -> None:
         assert shape.fills_vectors and shape.conv_width - 1 <= STEP_ROWS
-        self.shape, self._rows = shape, rows
-        self._prepared_rows = rows + REPLAYED_ROWS * segments
-        self._keys = torch.zeros(shape.key_heads, self._prepared_rows, key_floats(shape))
-        self._values = torch.zeros(shape.value_heads, self._prepared_rows, value_floats(shape))
+        self.shape, self._tables = shape, tables
+        rows = tables.prepared_rows
+        self._keys = torch.zeros(shape.key_heads, rows, key_floats(shape))
+        self._values = torch.zeros(shape.value_heads, rows, value_floats(shape))
         self._zeros = torch.zeros(shape.row_floats)
-        self._segments = torch.zeros(segments, len(DELTA_WORDS), dtype=torch.int64)
-        self._snapshots = torch.zeros(snapshots, 2, dtype=torch.int64)
-        self._shape = torch.zeros(1, dtype=torch.int64)
-
-    def holds(self, segments: Sequence[DeltaSegment]) -> bool:
-        """Return whether the segments, their rows and their snapshots fit."""
-        return (
-            len(segments) <= len(self._segments)
-            and max((segment.end for segment in segments), default=0) <= self._rows
-            and sum(len(segment.snapshots) for segment in segments) <= len(self._snapshots)
-        )
-
-    def place(self, segments: Sequence[DeltaSegment]) -> None:
-        """Fill the tables: what was recorded computes these from now on. Their sequences are different ones."""
-        words: list[tuple[int, ...]] = []
-        snapshots: list[tuple[int, int]] = []
-        row = 0
-        for one in segments:
-            row += REPLAYED_ROWS
-            at = self._snapshots.data_ptr() + 16 * len(snapshots)
-            words.append((one.begin, one.end, one.past, one.committed, one.states, row, at, len(one.snapshots)))
-            snapshots += one.snapshots
-            row += one.end - one.begin
-        for table, rows in ((self._segments, words), (self._snapshots, snapshots)):
-            table[: len(rows)] = torch.tensor(rows, dtype=torch.int64).view(-1, table.shape[1])
-        self._shape[0] = len(words)
 
     def steps(
-        self, isa: Isa, weights: DeltaWeights, layer: int, *, wide: Tensor, stride: int, gates: Tensor, mixed: Tensor
+        self,
+        isa: Isa,
+        weights: DeltaWeights,
+        place: StatePlace,
+        *,
+        wide: Tensor,
+        stride: int,
+        gates: Tensor,
+        mixed: Tensor,
     ) -> list[Step]:
-        """layer: its number among those whose parts a state holds. wide: fp32 rows of `stride` floats: queries, keys
-        and values before the convolution, then z. gates: fp32 [rows, 2 * value_heads], b and then a. mixed: fp32
-        [rows, value_features], written.
+        """wide: fp32 rows of `stride` floats: queries, keys and values before the convolution, then z. gates: fp32
+        [rows, 2 * value_heads], b and then a. mixed: fp32 [rows, value_features], written.
         """
         own = {"conv": weights.conv, "a_log": weights.a_log, "dt_bias": weights.dt_bias}
         assert all(x.dtype is torch.float32 and x.is_contiguous() for x in (*own.values(), weights.norm, gates, mixed))
         shared: dict[str, Tensor | int]
-        shared = {"keys": self._keys, "values": self._values, "segments": self._segments, "shape": self._shape}
-        shared |= {"wide": wide, "stride": stride, "rows": self._prepared_rows, "layer": layer}
+        shared = {"keys": self._keys, "values": self._values, **self._tables.words, "stride": stride, "wide": wide}
+        shared |= {"rows": self._tables.prepared_rows, "state": place.state, "snapshot": place.snapshot}
         beta_scale = float_bits(weights.beta_scale)
         first = prepare(isa, self.shape).step(gates=gates, zeros=self._zeros, beta_scale=beta_scale, **own, **shared)
         second = delta(isa, self.shape).step(mixed=mixed, norm=weights.norm, eps=float_bits(weights.eps), **shared)

@@ -4,7 +4,7 @@ are. Needs no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TILE = 16  # rows
 WORD = 8  # 4-bit codes of one row in a 32-bit lane
@@ -145,19 +145,87 @@ def coding_bytes(coding: Coding, head_dim: int, item_bytes: int) -> tuple[int, i
     return elements * CODE_BITS[coding] // 8, PAGE_TOKENS * head_dim // GROUP
 
 
-# Of a layer of Gated DeltaNet: rows of a step that may be taken back, so that it changes no state before the next one.
+# Of a layer with a state: rows of a step that may be taken back, so that it changes no state before the next one.
 STEP_ROWS = 16
 REPLAYED_ROWS = 2 * STEP_ROWS  # of a sequence before a forward's own, at most
 # Of each segment of a batch, as the kernels read it: its first row and the one behind its last, the position of the
 # first row's token, up to where the state is changed in place, the address of the sequence's states on the device, the
 # row of the first token in the buffers that also hold rows computed again, and the address and number of snapshots:
 # pairs of a position and an address.
-DELTA_WORDS = ("begin", "end", "past", "committed", "states", "row", "snapshots", "num_snapshots")
+STATE_WORDS = ("begin", "end", "past", "committed", "states", "row", "snapshots", "num_snapshots")
+
+
+class StatePlace(NamedTuple):
+    """Where a layer's part begins, in bytes: of a sequence's states on a device, and of a snapshot of them."""
+
+    state: int
+    snapshot: int
+
+
+class StateShape:
+    """What a layer keeps of a sequence in place of keys and values: matrices, and the last rows that went into it.
+
+    conv_width: tokens that the layer's convolution sees, the last one included.
+    heads: those of the matrices.
+    matrix_floats: of all matrices. row_floats: of what goes into the layer of a token.
+    """
+
+    conv_width: int
+
+    @property
+    def heads(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def matrix_floats(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def row_floats(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def fills_vectors(self) -> bool:
+        """Return whether a CPU's kernels compute such a layer."""
+        raise NotImplementedError
+
+    @property
+    def prepared_floats(self) -> int:
+        """Floats of what a CPU's kernels make of a token before its states take it in."""
+        return 0
+
+    @property
+    def kept_rows(self) -> int:
+        """Tokens of which a sequence keeps what went into the layer: those that may be replayed, a step's own, and what
+        the convolution sees before them."""
+        return self.conv_width - 1 + REPLAYED_ROWS
+
+    @property
+    def matrix_bytes(self) -> int:
+        return 4 * self.matrix_floats
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's state: the matrices; the kept rows, float32 [kept_rows, row_floats], the row of
+        position p at p % kept_rows; and int64 [heads]: how many tokens the matrix of each head has taken in."""
+        return _rounded(self.positions_begin + 8 * self.heads, 64)
+
+    @property
+    def positions_begin(self) -> int:
+        """Where in a state it stands how many tokens each head has taken in."""
+        return _rounded(self.matrix_bytes + 4 * self.kept_rows * self.row_floats, 8)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot: the matrices, and the rows that the convolution sees before the next token, float32
+        [conv_width - 1, row_floats]; zeros where there is no such token."""
+        return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
 
 
 @dataclass(frozen=True)
-class DeltaShape:
-    """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence.
+class DeltaShape(StateShape):
+    """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence, float32 matrices [value heads,
+    value_dim / lanes, key_dim, lanes] among it.
 
     key_heads, key_dim: of queries and of keys. value_heads: a multiple of key_heads.
     conv_width: tokens that the convolution sees, the last one included.
@@ -187,12 +255,10 @@ class DeltaShape:
 
     @property
     def fills_vectors(self) -> bool:
-        """Return whether a CPU's kernels compute such a layer."""
         return self.key_dim % TILE == 0 == self.value_dim % TILE
 
     @property
     def prepared_floats(self) -> int:
-        """Floats of what a CPU's kernels make of a token before its states take it in."""
         return self.key_heads * (2 * self.key_dim + TILE) + self.value_heads * (self.value_dim + TILE)
 
     @property
@@ -201,32 +267,12 @@ class DeltaShape:
         return self.channels + 2 * self.value_heads
 
     @property
-    def kept_rows(self) -> int:
-        """Tokens of which a sequence keeps that: those that may be replayed, a step's own, and what the convolution
-        sees before them."""
-        return self.conv_width - 1 + REPLAYED_ROWS
+    def heads(self) -> int:
+        return self.value_heads
 
     @property
-    def matrix_bytes(self) -> int:
-        return 4 * self.value_heads * self.key_dim * self.value_dim
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a sequence's state: float32 [value heads, value_dim / lanes, key_dim, lanes], the kept rows, float32
-        [kept_rows, row_floats], the row of position p at p % kept_rows; and int64 [value heads]: how many tokens the
-        state of each head has taken in."""
-        return _rounded(self.positions_begin + 8 * self.value_heads, 64)
-
-    @property
-    def positions_begin(self) -> int:
-        """Where in a state it stands how many tokens each head has taken in."""
-        return _rounded(self.matrix_bytes + 4 * self.kept_rows * self.row_floats, 8)
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of a snapshot: the matrices, and the rows that the convolution sees before the next token, float32
-        [conv_width - 1, row_floats]; zeros where there is no such token."""
-        return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
+    def matrix_floats(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
 
 
 def _rounded(value: int, multiple: int) -> int:

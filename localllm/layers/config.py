@@ -125,12 +125,18 @@ class DeltaNetConfig:
         return self.shape.value_features
 
     @property
+    def gate_features(self) -> int:
+        """What is made of a token in fp32: two gates of each state."""
+        return 2 * self.shape.value_heads
+
+    @property
     def in_features(self) -> int:
         """What the projection makes of a token: queries, keys and values, and the gates of what comes out."""
         return self.shape.channels + self.shape.value_features
 
 
-Mixer = AttentionConfig | DeltaNetConfig
+Recurrent = DeltaNetConfig  # keeps a state of its `shape`
+Mixer = AttentionConfig | Recurrent
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from localllm.kernels import reference
-from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gated_norm, mix
+from localllm.kernels.cpu_delta import DeltaRoom
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_linear import is_available
+from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
+from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
-from localllm.layers.native_delta import is_native, native_delta
+from localllm.layers.native_states import HOST, place_of, tables_of
 from localllm.layers.segment import Segment
 
 
@@ -35,6 +41,10 @@ class DeltaNet:
         return self.in_proj, self.out_proj
 
     @property
+    def exact_linears(self) -> tuple[Linear, ...]:
+        return (self.gates_proj,)
+
+    @property
     def device(self) -> torch.device:
         return self.in_proj.device
 
@@ -45,8 +55,8 @@ class DeltaNet:
         gates = reference.linear(x.double(), self.gates_proj.tensors["weight"]).float()
         add_adapters(self.gates_proj.name, x.float(), gates, batch)
         wide = adapted(self.in_proj, x, batch)
-        if is_native(shape, x):
-            mixed = native_delta(batch.segments, self.layer, self.weights, wide.float().contiguous(), gates)
+        if x.device == HOST and shape.fills_vectors and is_available():
+            mixed = self._native(wide.float().contiguous(), gates, batch.segments)
             return adapted(self.out_proj, mixed.to(x.dtype), batch)
         z = wide[:, shape.channels :].reshape(len(x), shape.value_heads, shape.value_dim)
         raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=-1)
@@ -54,10 +64,18 @@ class DeltaNet:
         mixed = gated_norm(mixed, z, self.weights).flatten(1).to(x.dtype)
         return adapted(self.out_proj, mixed, batch)
 
+    def _native(self, wide: Tensor, gates: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """wide fp32 [T, in_features], gates fp32 [T, gate_features] -> fp32 [T, value features], by CPU kernels."""
+        shape, place = self.config.shape, place_of(segments, self.layer)
+        room, mixed = DeltaRoom(shape, tables_of(segments)), torch.empty(len(wide), shape.value_features)
+        places = {"wide": wide, "gates": gates, "mixed": mixed}
+        Tape(room.steps(best_isa(), self.weights, place, stride=wide.shape[1], **places)).run()
+        return mixed
+
     def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
         store = segment.kv.state
         assert store is not None, "its layer keeps a state"
         end = segment.past + len(raw)
-        state = DeltaState(store.shape, store.states.layer(self.layer))
+        state = LayerState(self.config.shape, store.states.layer(self.layer))
         snapshots = {position: each.layer(self.layer) for position, each in store.due.items()}
-        return mix(DeltaRows(state, raw, segment.past, min(store.committed, end), snapshots), self.weights)
+        return mix(StateRows(state, raw, segment.past, min(store.committed, end), snapshots), self.weights)

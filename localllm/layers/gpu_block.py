@@ -209,9 +209,8 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
     out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
     store = forward.batch.segments[0].kv.state
     assert store is not None, "its layer keeps a state"
-    begin = store.states.layer(body.layer).data_ptr() - store.states.address(x.device)
-    number = begin // shape.state_bytes  # the same one in every sequence
-    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, number))
+    place = store.place(body.layer)  # the same one in every sequence
+    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, place))
     return out
 
 

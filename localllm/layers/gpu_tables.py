@@ -22,7 +22,7 @@ from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
-from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS
+from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment, by_sequence
 
@@ -76,7 +76,7 @@ class TableShape:
         }
         ropes = {f"frequencies{i}": (torch.float32, (self.rows, n)) for i, n in enumerate(self.frequencies) if n}
         states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "states": (torch.int64, (self.sequences, len(DELTA_WORDS))),
+            "states": (torch.int64, (self.sequences, len(STATE_WORDS))),
             "snapshots": (torch.int64, (self.snapshots, 2)),
         }
         return {**fields, **ropes, **(states if self.sequences else {})}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.paged_attention import LayerPages
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import StatePlace
 from localllm.layers.low_rank import AppliedAdapter
 
 
@@ -33,9 +33,6 @@ class StateStore(Protocol):
     """
 
     @property
-    def shape(self) -> DeltaShape: ...
-
-    @property
     def committed(self) -> int: ...
 
     @property
@@ -43,6 +40,9 @@ class StateStore(Protocol):
 
     @property
     def due(self) -> Mapping[int, StateBytes]: ...
+
+    def place(self, layer: int) -> StatePlace:
+        """Return where a layer's part begins on its device."""
 
 
 class KVStore(Protocol):

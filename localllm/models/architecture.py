@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from localllm.kernels.sizes import DeltaShape, KVShape
+from localllm.kernels.sizes import KVShape, StateShape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
-    DeltaNetConfig,
     Mixer,
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    Recurrent,
     RopeConfig,
 )
 
 NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float64"]
 DeltaRows = Literal["joined", "apart", "by_head", "gates_by_head"]
+Body = Mixer | MLPConfig | MoEConfig
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,19 @@ class LayerConfig:
     """norm_placement, of both blocks: x + block(norm(x)), x + norm(block(x)), or x + norm(block(norm(x))). Where it is
     `parallel`, both blocks read the same norm of what comes into the layer: x + mixer(norm(x)) + mlp(norm(x)).
 
+    mixer, feed_forward: a layer may lack one of them.
     has_scalar: a number multiplies what comes out of the layer.
     """
 
-    mixer: Mixer
-    feed_forward: MLPConfig | MoEConfig
+    mixer: Mixer | None
+    feed_forward: MLPConfig | MoEConfig | None
     norm_placement: NormPlacement = "pre"
     has_scalar: bool = False
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        """What its blocks compute, in their order."""
+        return tuple(body for body in (self.mixer, self.feed_forward) if body is not None)
 
 
 @dataclass(frozen=True)
@@ -138,28 +145,35 @@ class ModelConfig:
         return tuple(attention for attention in self.attentions if attention.kv_of_layer is None)
 
     @cached_property
-    def delta_nets(self) -> tuple[DeltaNetConfig, ...]:
-        """The Gated DeltaNet of each layer that keeps a state."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetConfig))
+    def recurrents(self) -> tuple[Recurrent, ...]:
+        """The mixer of each layer that keeps a state."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Recurrent))
 
-    @property
-    def delta_shape(self) -> DeltaShape | None:
-        """What each of those keeps, all alike; None where there are none."""
-        return self.delta_nets[0].shape if self.delta_nets else None
+    @cached_property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """What each of those keeps."""
+        return tuple(mixer.shape for mixer in self.recurrents)
 
     def kept_number(self, layer: int) -> int:
         """Return the number of what a layer's mixer reads, keys and values or a state, among what all layers keep of
         that."""
-        mixer = self.layers[layer].mixer
+        mixer, before = self.layers[layer].mixer, [each.mixer for each in self.layers[:layer]]
+        if isinstance(mixer, Recurrent):
+            return sum(isinstance(each, Recurrent) for each in before)
         if isinstance(mixer, AttentionConfig) and mixer.kv_of_layer is not None:
             return self.kept_number(mixer.kv_of_layer)
-        before = [each.mixer for each in self.layers[:layer] if type(each.mixer) is type(mixer)]
-        return sum(not isinstance(each, AttentionConfig) or each.kv_of_layer is None for each in before)
+        return sum(isinstance(each, AttentionConfig) and each.kv_of_layer is None for each in before)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The different mixers of the model's layers."""
-        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers if layer.mixer is not None))
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, Body], ...]:
+        """The blocks between the embedding and the head, in their order: each the number of its layer, and what it
+        computes."""
+        return tuple((number, body) for number, layer in enumerate(self.layers) for body in layer.bodies)
 
     @cached_property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -184,7 +198,7 @@ class ModelConfig:
     @cached_property
     def mlps(self) -> tuple[MLPConfig, ...]:
         """The different feed-forwards of the model's layers, experts among them."""
-        bodies = dict.fromkeys(layer.feed_forward for layer in self.layers)
+        bodies = dict.fromkeys(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
         parts = [(body,) if isinstance(body, MLPConfig) else (body.expert, body.shared) for body in bodies]
         return tuple(dict.fromkeys(part for body in parts for part in body if part is not None))
 

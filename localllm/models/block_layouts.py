@@ -55,11 +55,12 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     blocks = [_draft_inputs(config) if config.reads_states else _embedding(config)]
     for number, layer in enumerate(config.layers):
         root = "mtp" if config.reads_states else "model"
-        around = _Around(f"{root}.layers.{number}", config, layer.norm_placement)
-        body = layer.feed_forward
-        blocks.append(_with_layer_begin(_mixer(number, layer.mixer, around), around))
-        mlp = _mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around)
-        blocks.append(_with_layer_end(mlp, layer, around))
+        around = Around(f"{root}.layers.{number}", config, layer.norm_placement)
+        if layer.mixer is not None:
+            blocks.append(_with_layer_begin(_mixer(number, layer.mixer, around), around))
+        if (body := layer.feed_forward) is not None:
+            mlp = _mlp(number, body, around) if isinstance(body, MLPConfig) else _moe(number, body, around)
+            blocks.append(_with_layer_end(mlp, layer, around))
     if config.per_layer is not None:
         blocks[1] = _with_per_layer_inputs(blocks[1], config, config.per_layer)
     if config.altup is not None:
@@ -100,7 +101,7 @@ def _with_state_projections(block: BlockLayout, name: str, config: ModelConfig, 
     return replace(block, matrices=(*block.matrices, *matrices))
 
 
-def _with_layer_begin(mixer: BlockLayout, around: _Around) -> BlockLayout:
+def _with_layer_begin(mixer: BlockLayout, around: Around) -> BlockLayout:
     """Return a mixer's block with what AltUp and LAuReL add at the beginning of a layer."""
     altup, hidden = around.model.altup, around.model.hidden_size
     if altup is None:
@@ -115,7 +116,7 @@ def _with_layer_begin(mixer: BlockLayout, around: _Around) -> BlockLayout:
     return replace(mixer, matrices=(*mixer.matrices, *small, *laurel), vectors=(*mixer.vectors, *vectors))
 
 
-def _altup(around: _Around, altup: AltUpConfig, name: str, rows: int) -> tuple[tuple[Matrix, ...], tuple[Vector, ...]]:
+def _altup(around: Around, altup: AltUpConfig, name: str, rows: int) -> tuple[tuple[Matrix, ...], tuple[Vector, ...]]:
     """Return what AltUp predicts or corrects states by, in fp32. name: of the coefficients."""
     prefix, hidden = f"{around.prefix}.altup", around.model.hidden_size
     router, coefficients = f"{prefix}.modality_router", f"{prefix}.{name}"
@@ -126,7 +127,7 @@ def _altup(around: _Around, altup: AltUpConfig, name: str, rows: int) -> tuple[t
     return matrices, (Vector("norm_altup", f"{prefix}.router_norm.weight", hidden),)
 
 
-def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: _Around) -> BlockLayout:
+def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: Around) -> BlockLayout:
     """Return a feed-forward's block with what comes behind it at the end of a layer."""
     matrices, vectors, hidden = mlp.matrices, mlp.vectors, around.model.hidden_size
     if (per_layer := around.model.per_layer) is not None:
@@ -170,7 +171,7 @@ def _norm(name: str, stored: str, config: ModelConfig, offset: float | None = No
 
 
 @dataclass(frozen=True)
-class _Around:
+class Around:
     """What a block's tensors depend on beside its own body. prefix: of the layer's tensors in a checkpoint."""
 
     prefix: str
@@ -191,13 +192,13 @@ class _Around:
         )
 
 
-def _mixer(layer: int, config: Mixer, around: _Around) -> BlockLayout:
+def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
     if isinstance(config, DeltaNetConfig):
         return _delta_net(layer, config, around)
     return _attention(layer, config, around)
 
 
-def _attention(layer: int, config: AttentionConfig, around: _Around) -> BlockLayout:
+def _attention(layer: int, config: AttentionConfig, around: Around) -> BlockLayout:
     D, H, KH, hidden = config.head_dim, config.num_heads, config.key_heads, around.model.hidden_size
     attn = f"{around.prefix}.self_attn"
     qkv = {
@@ -246,7 +247,7 @@ def _head_norms(config: AttentionConfig, attn: str, offset: float) -> Iterator[V
         yield Vector(name, f"{attn}.{name}.weight", features, offset=offset, parts=parts)
 
 
-def _delta_net(layer: int, config: DeltaNetConfig, around: _Around) -> BlockLayout:
+def _delta_net(layer: int, config: DeltaNetConfig, around: Around) -> BlockLayout:
     shape, net, hidden = config.shape, f"{around.prefix}.linear_attn", around.model.hidden_size
     taps, heads = shape.conv_width, shape.value_heads
     out = {f"{net}.out_proj": hidden}
@@ -291,7 +292,7 @@ def _delta_rows(shape: DeltaShape) -> dict[str, int]:
     return {"q": keys, "k": keys, "v": shape.value_features}
 
 
-def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
+def _mlp(layer: int, config: MLPConfig, around: Around) -> BlockLayout:
     mlp, vectors = f"{around.prefix}.mlp", around.norms(MLP_NORMS)
     if config.activation == "xielu":
         names = ("alpha_p", "alpha_n", "beta", "eps")
@@ -300,7 +301,7 @@ def _mlp(layer: int, config: MLPConfig, around: _Around) -> BlockLayout:
     return BlockLayout(f"layers.{layer}.mlp", gated_matrices(config, mlp, around.residual), vectors)
 
 
-def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
+def _moe(layer: int, config: MoEConfig, around: Around) -> BlockLayout:
     router, mlp, hidden = config.router, f"{around.prefix}.mlp", around.model.hidden_size
     logits = {f"{mlp}.gate": router.num_experts}
     matrices = [Matrix("router", f"{mlp}.gate", logits, hidden, config.has_router_bias, role="router")]
@@ -321,7 +322,7 @@ def _moe(layer: int, config: MoEConfig, around: _Around) -> BlockLayout:
     return BlockLayout(f"layers.{layer}.mlp", tuple(matrices), vectors, experts)
 
 
-def _moe_norms(around: _Around) -> tuple[Vector, ...]:
+def _moe_norms(around: Around) -> tuple[Vector, ...]:
     """Return the norms of a mixture whose parts have their own: see `MoEConfig.has_own_norms`."""
     stored = {
         "norm_router": "router.scale",

@@ -50,7 +50,7 @@ def has_one_head_shape(config: ModelConfig) -> bool:
 def has_plain_steps(config: ModelConfig) -> bool:
     """Return whether a CPU's native steps know all that the model computes. Torch computes any other model."""
     return (
-        all(net.shape == config.delta_shape and net.shape.fills_vectors for net in config.delta_nets)
+        all(shape.fills_vectors for shape in config.state_shapes)
         and all(map(_is_plain_on_cpu, config.attentions))
         and all(mlp.is_plain for mlp in config.mlps)
         and all(layer.norm_placement != "parallel" for layer in config.layers)
@@ -65,12 +65,12 @@ def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     hidden, intermediate = config.hidden_size, max(mlp.intermediate_size for mlp in config.mlps)
     mixed = max(mixer.mixed_features for mixer in config.mixers)
     widest_in = max(hidden, intermediate, mixed)
-    projected = [each.qkv_features for each in config.attentions] + [each.in_features for each in config.delta_nets]
+    projected = [each.qkv_features for each in config.attentions] + [each.in_features for each in config.recurrents]
     widest_out = max(hidden, *(mlp.wide_features for mlp in config.mlps), *projected)
     group = min(form.weights.columns for form in recipe.formats if form.weights is not None)
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
-    if config.delta_shape is not None:
-        floats += config.delta_shape.prepared_floats + 2 * config.delta_shape.value_heads
+    floats += max((each.gate_features for each in config.recurrents), default=0)
+    floats += sum(shape.prepared_floats for shape in set(config.state_shapes))
     if config.per_layer is not None:
         floats += 4 * config.num_layers * config.per_layer.features
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)

@@ -7,22 +7,24 @@ from collections.abc import Sequence
 import torch
 
 from localllm.kernels import cpu_rope
-from localllm.kernels.cpu_delta import DeltaRoom, DeltaSegment
+from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts
+from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, KVShape
+from localllm.kernels.sizes import TILE, DeltaShape, KVShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.config import AttentionConfig
-from localllm.layers.delta_net import DeltaNet
+from localllm.layers.linear import Linear
 from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
-from localllm.layers.native_delta import delta_segments
+from localllm.layers.native_states import placed_states
 from localllm.layers.norm import as_rms
 from localllm.layers.per_layer import INPUTS
+from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import query_growth
 from localllm.layers.segment import Segment
 from localllm.models.cpu_mixture import ExpertRooms, mixture_of
@@ -66,6 +68,32 @@ class Attending:
         return self.rows, self.is_split, self.layouts, self.room
 
 
+class StateRooms:
+    """The tables of a batch's states, and what kernels of layers of the same shape leave to each other."""
+
+    def __init__(self, shapes: Sequence[StateShape], rows: int, segments: int, snapshots: int = 64) -> None:
+        """shapes: of each layer. rows, segments, snapshots: of a batch, at most."""
+        self.shapes, self._rows = tuple(shapes), rows
+        self._tables = StateTables(rows, segments, snapshots)
+        deltas = [shape for shape in dict.fromkeys(shapes) if isinstance(shape, DeltaShape)]
+        self.deltas = {shape: DeltaRoom(shape, self._tables) for shape in deltas}
+
+    def placed(self, segments: Sequence[PlacedStates]) -> StateRooms:
+        """Place these segments in this room, or in another one where they need more than it has; return which."""
+        room = self
+        if not self._tables.holds(segments):
+            snapshots = sum(len(segment.snapshots) for segment in segments)
+            room = StateRooms(self.shapes, self._rows, 2 * len(segments), 2 * snapshots)
+        room._tables.place(segments)
+        return room
+
+    def place(self, layer: int) -> StatePlace:
+        """Return where a layer's part begins: the states of all layers are on the host. layer: its number among those
+        with states."""
+        before = self.shapes[:layer]
+        return StatePlace(sum(each.state_bytes for each in before), sum(each.snapshot_bytes for each in before))
+
+
 class Buffers:
     """The buffers of a forward of up to `rows` tokens: fixed places, so that a tape can point at them."""
 
@@ -98,9 +126,8 @@ class Buffers:
         per_layer = config.per_layer
         per_layer_shape = (0, 0) if per_layer is None else (config.num_layers, per_layer.features)
         self.per_layer = torch.zeros(padded, per_layer_shape[0], 2, per_layer_shape[1])
-        self.delta_shape = config.delta_shape
-        self.delta = None if self.delta_shape is None else DeltaRoom(self.delta_shape, rows, _SEGMENTS)
-        self.gates = torch.zeros(padded, 0 if self.delta_shape is None else 2 * self.delta_shape.value_heads)
+        self.states = StateRooms(config.state_shapes, rows, _SEGMENTS)
+        self.gates = torch.zeros(padded * max((each.gate_features for each in config.recurrents), default=0))
         self.low_rank = LowRankRoom(isa, native_sites(decoder))
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
@@ -120,22 +147,14 @@ class Buffers:
         placed = [attending.place(batch.segments, len(self.groups)) for attending in self.attending.values()]
         for own, words in zip(self.tokens, placed[0].tokens, strict=True):  # the same for heads of any shape
             own[: len(words)] = torch.tensor(words)
-        if self.delta is not None:
-            self.delta = self._placed_states(self.delta, delta_segments(batch.segments))
+        if self.states.shapes:
+            self.states = self.states.placed(placed_states(batch.segments))
         self.low_rank.place([_adapted_rows(segment) for segment in batch.adapted_segments])
         self.batch = batch
 
     def take_per_layer(self, batch: Batch) -> None:
         """Put the inputs of all layers that a batch carries where their gates find them."""
         self.per_layer[: len(batch), :, 1] = batch.carried[INPUTS]
-
-    def _placed_states(self, room: DeltaRoom, segments: list[DeltaSegment]) -> DeltaRoom:
-        """Return a room in which these segments were placed: another one where they need more than this one has."""
-        if not room.holds(segments):
-            snapshots = sum(len(segment.snapshots) for segment in segments)
-            room = DeltaRoom(room.shape, self.rows, 2 * len(segments), 2 * snapshots)
-        room.place(segments)
-        return room
 
 
 def head_shape(config: AttentionConfig) -> HeadShape:
@@ -146,13 +165,14 @@ def native_sites(decoder: Decoder) -> tuple[str, ...]:
     """Return the layers to whose outputs native steps add what adapters make."""
     bodies = [block.body for block in decoder.blocks]
     linears = [linear for body in bodies for linear in body.linears]
-    linears += [body.gates_proj for body in bodies if isinstance(body, DeltaNet) and has_native_gates(body)]
+    exact = (linear for body in bodies if isinstance(body, Recurrent) for linear in body.exact_linears)
+    linears += filter(fills_tiles, exact)
     return tuple(linear.name for linear in linears)
 
 
-def has_native_gates(body: DeltaNet) -> bool:
-    """Return whether the two gates of the states fill tiles, of which adapters add whole ones."""
-    return body.gates_proj.out_features % TILE == 0
+def fills_tiles(linear: Linear) -> bool:
+    """Return whether what comes out fills tiles, of which adapters add whole ones."""
+    return linear.out_features % TILE == 0
 
 
 def _adapted_rows(segment: Segment) -> AdaptedRows:

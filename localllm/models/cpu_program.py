@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_expert_room import COMBINE_STEP, GROUP_STEP, ExpertRoom
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import best_isa
@@ -30,9 +29,10 @@ from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
 from localllm.models.capabilities import fills_vectors
-from localllm.models.cpu_buffers import Buffers, mixtures_of
+from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
-from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder, packed_matrix, packed_parts
+from localllm.models.cpu_products import packed_matrix, packed_parts
+from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.models.layout import EMBED, HEAD
@@ -42,7 +42,7 @@ _ADAPTED_TAPES = 32  # that are kept: one for each set of layers that adapters c
 
 _AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
 _TapeKey = tuple[
-    int, frozenset[str], tuple[_AttendingKey, ...], ExpertRoom | None, DeltaRoom | None, tuple[AttentionRoom, ...]
+    int, frozenset[str], tuple[_AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
 ]
 
 
@@ -227,7 +227,7 @@ class CpuProgram:
         room.batch = None
         block_rows = room.activations.resize(R, self.isa)
         logits = self._new_logits(R, block_rows)
-        Tape(list(Recorder(self.decoder, self.isa, room, block_rows).head(logits))).run()
+        Tape(list(Recorder(self.isa, room, block_rows, self.decoder).head(logits))).run()
         return logits[:R]
 
     def _new_logits(self, rows: int, block_rows: int) -> Tensor:
@@ -246,12 +246,12 @@ class CpuProgram:
         experts = None if room.experts is None else room.experts.room(room.activations.rows)
         rows = room.activations.block_rows
         attending = tuple(each.key for each in room.attending.values())
-        key = (rows, room.low_rank.changed, attending, experts, room.delta, room.rooms)
+        key = (rows, room.low_rank.changed, attending, experts, room.states, room.rooms)
         if key not in self._tapes:
             if room.low_rank.changed and sum(bool(kept[1]) for kept in self._tapes) >= _ADAPTED_TAPES:
                 self._tapes = {kept: tape for kept, tape in self._tapes.items() if not kept[1]}
             self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-2:] == key[-2:]}
-            recorder = Recorder(self.decoder, self.isa, room, rows, experts)
+            recorder = Recorder(self.isa, room, rows, self.decoder, experts)
             steps: list[Step] = [*recorder.embed()]
             starts = [len(steps)]
             for block in self.decoder.blocks:

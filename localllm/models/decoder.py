@@ -19,12 +19,12 @@ from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.altup import AltUpEnd, AltUpStart
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
-from localllm.layers.delta_net import DeltaNet
 from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import Norm
 from localllm.layers.per_layer import ROWS, PerLayerGate, PerLayerInputs
+from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import EMBED, HEAD
@@ -43,7 +43,7 @@ class Block:
     """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | DeltaNet | MLP | SplitMLP | MoE
+    body: Attention | Recurrent | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
@@ -158,7 +158,7 @@ class Decoder:
     @cached_property
     def state_devices(self) -> tuple[torch.device, ...]:
         """The device on which the state of each layer that has one is used."""
-        return tuple(block.device for block in self.blocks if isinstance(block.body, DeltaNet))
+        return tuple(block.device for block in self.blocks if isinstance(block.body, Recurrent))
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,

@@ -26,7 +26,6 @@ from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
-from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
@@ -35,6 +34,7 @@ from localllm.layers.low_rank import Adapter, AppliedAdapter
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm, as_rms
+from localllm.layers.recurrent import Recurrent
 from localllm.layers.segment import KVStore
 from localllm.models.capabilities import has_one_head_shape, is_plain
 from localllm.models.decoder import Block, Decoder
@@ -387,7 +387,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | DeltaNet | MLP)
+            assert isinstance(body, Attention | Recurrent | MLP)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -418,8 +418,8 @@ class GpuProgram:
         for block in self.decoder.blocks:
             if is_ours(block, self.device):
                 dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
-                if isinstance(block.body, DeltaNet):
-                    dtypes[block.body.gates_proj.name] = torch.float32
+                if isinstance(block.body, Recurrent):
+                    dtypes |= {linear.name: torch.float32 for linear in block.body.exact_linears}
         return AdapterTables(dtypes, self.device)
 
     @cached_property
@@ -436,7 +436,7 @@ class GpuProgram:
     @cached_property
     def _keeps_states(self) -> bool:
         ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return any(isinstance(body, DeltaNet) for body in ours)
+        return any(isinstance(body, Recurrent) for body in ours)
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv
@@ -530,7 +530,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
         return False
     if isinstance(body, MoE):
         return is_for_kernels(body)
-    if isinstance(body, DeltaNet):
+    if isinstance(body, Recurrent):
         return body.config.shape.fills_vectors
     is_known = is_plain(body.config) if isinstance(body, Attention) else isinstance(body, MLP) and body.config.is_plain
     if not is_known:

@@ -11,7 +11,7 @@ from torch import Tensor
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, MLPConfig, MoEConfig, PerLayerConfig
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, PerLayerConfig
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Embedding, Linear, RowLookup
@@ -247,33 +247,33 @@ class _Loaded:
 
 
 def _block(loaded: _Loaded, index: int) -> Block:
-    body = _feed_forward(loaded, index // 2) if index % 2 else _mixer(loaded, index // 2)
-    per_layer = loaded.parts.config.per_layer
+    config = loaded.parts.config
+    (layer, what), per_layer = config.blocks[index], config.per_layer
+    is_mixer = not isinstance(what, MLPConfig | MoEConfig)
+    body = _feed_forward(loaded, what) if isinstance(what, MLPConfig | MoEConfig) else _mixer(loaded, layer, what)
     return Block(
         name=loaded.block.layout.name,
         body=body,
-        is_parallel=loaded.parts.config.layers[index // 2].norm_placement == "parallel",
+        is_parallel=config.layers[layer].norm_placement == "parallel",
         per_layer_inputs=loaded.per_layer_inputs() if per_layer is not None and index == 0 else None,
-        per_layer_gate=loaded.per_layer_gate(per_layer, index // 2) if per_layer is not None and index % 2 else None,
+        per_layer_gate=loaded.per_layer_gate(per_layer, layer) if per_layer is not None and not is_mixer else None,
         scalar=loaded.block.tensors.get("scalar"),
-        altup=loaded.altup(index // 2, begins=index % 2 == 0),
+        altup=loaded.altup(layer, begins=is_mixer),
         norm_in=loaded.optional_norm("norm_in"),
         norm_out=loaded.optional_norm("norm_out"),
         device=body.device,
     )
 
 
-def _feed_forward(loaded: _Loaded, layer: int) -> MLP | SplitMLP | MoE:
-    config = loaded.parts.config.layers[layer].feed_forward
+def _feed_forward(loaded: _Loaded, config: MLPConfig | MoEConfig) -> MLP | SplitMLP | MoE:
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _mixer(loaded: _Loaded, layer: int) -> Attention | DeltaNet:
-    model = loaded.parts.config
-    mixer, number = model.layers[layer].mixer, model.kept_number(layer)
-    if isinstance(mixer, AttentionConfig):
-        return _attention(loaded, mixer, number)
-    return _delta_net(loaded, mixer, number)
+def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | DeltaNet:
+    number = loaded.parts.config.kept_number(layer)
+    if isinstance(config, AttentionConfig):
+        return _attention(loaded, config, number)
+    return _delta_net(loaded, config, number)
 
 
 def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet:

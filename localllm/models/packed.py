@@ -88,7 +88,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
 
 
 def _layer_entry(layer: LayerConfig) -> dict[str, object]:
-    entry = _body_entry(layer.feed_forward) | _mixer_entry(layer.mixer)
+    mixer, body = layer.mixer, layer.feed_forward
+    entry = ({} if body is None else _body_entry(body)) | ({} if mixer is None else _mixer_entry(mixer))
     return entry | {"norm_placement": layer.norm_placement} | ({"has_scalar": True} if layer.has_scalar else {})
 
 

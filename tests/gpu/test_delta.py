@@ -28,6 +28,7 @@ from tests.test_delta_rule import (
     Sequence,
     assert_same_state,
     new_snapshot,
+    place_of,
     random_weights,
 )
 from tests.thinning import every_other
@@ -64,7 +65,7 @@ class GpuLayer:
         segments = torch.tensor(words + [(0,) * 8] * nobodys)
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
         out = mixed if codes is None else codes
-        run_all(delta.mix(wide, gates, out, DeltaTables(segments, positions), self.weights, shape, LAYER))
+        run_all(delta.mix(wide, gates, out, DeltaTables(segments, positions), self.weights, shape, place_of(shape)))
         assert mixed[T:].isnan().all()
         return [mixed[begin:end] for begin, end, *_ in words]
 
@@ -210,4 +211,4 @@ def test_a_model_has_its_own_states_and_gates_checked(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     scope = scope_of(config, RECIPES["int4-g32"], "int8", torch.bfloat16)
     sizes = check.sizes_of(json.loads(scope.arguments[1]))
-    assert sizes.deltas == (config.delta_shape,) and [heads.has_gate for heads in sizes.attention] == [True]
+    assert sizes.deltas == config.state_shapes[:1] and [heads.has_gate for heads in sizes.attention] == [True]

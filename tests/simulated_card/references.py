@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels import delta_rule, int8, kv_page, noise, reference, tile16
-from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights
+from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu import (
     activations,
     attention,
@@ -37,8 +37,9 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig
+from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig, StatePlace
 from tests.simulated_card.device import SimulatedCard
 
 
@@ -140,17 +141,17 @@ def _delta_mix(
     tables: DeltaTables,
     weights: DeltaWeights,
     shape: DeltaShape,
-    layer: int,
+    place: StatePlace,
 ) -> None:
     mixed = torch.zeros(len(wide), shape.value_features)
     for begin, end, past, committed, states, _, pairs, count in tables.segments.tolist():
         if end <= begin:
             continue
-        state = DeltaState(shape, card.bytes_at(states + layer * shape.state_bytes, shape.state_bytes))
+        state = LayerState(shape, card.bytes_at(states + place.state, shape.state_bytes))
         due = card.bytes_at(pairs, 16 * count).view(torch.int64).view(-1, 2).tolist() if count else []
-        snapshots = {at: card.bytes_at(p + layer * shape.snapshot_bytes, shape.snapshot_bytes) for at, p in due}
+        snapshots = {at: card.bytes_at(p + place.snapshot, shape.snapshot_bytes) for at, p in due}
         raw = torch.cat((wide[begin:end, : shape.channels].float(), gates[begin:end]), dim=1)
-        o = delta_rule.mix(DeltaRows(state, raw, past, committed, snapshots), weights)
+        o = delta_rule.mix(StateRows(state, raw, past, committed, snapshots), weights)
         z = wide[begin:end, shape.channels :].reshape(o.shape)
         mixed[begin:end] = delta_rule.gated_norm(o, z, weights).flatten(1)
     if isinstance(out, Codes):

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import delta_rule
-from localllm.kernels.delta_rule import DeltaRows, DeltaState, DeltaWeights, gated_norm
+from localllm.kernels.delta_rule import DeltaWeights, gated_norm
 from localllm.kernels.gpu import activations, delta
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code
 from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.sizes import REPLAYED_ROWS, DeltaShape, Weights
+from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.sizes import REPLAYED_ROWS, DeltaShape, StatePlace, Weights
 
 DELTA = 2e-5  # of the norm: a card's exponentials and roots, and what the states have kept of those before
 _LAYER = 1  # of two
@@ -55,8 +56,8 @@ class _Part:
         own = slice(self.past, self.end)
         wide, gates = self.tokens.wide[own].cpu(), self.tokens.gates[own].cpu()
         raw = torch.cat((wide[:, : shape.channels], gates), dim=1)
-        state = DeltaState(shape, self.tokens.own[_LAYER])
-        mixed = delta_rule.mix(DeltaRows(state, raw, self.past, self.committed, snapshots), weights)
+        state = LayerState(shape, self.tokens.own[_LAYER])
+        mixed = delta_rule.mix(StateRows(state, raw, self.past, self.committed, snapshots), weights)
         return gated_norm(mixed, wide[:, shape.channels :].view(mixed.shape), weights).flatten(1)
 
 
@@ -81,7 +82,7 @@ def delta_cases(device: torch.device, shape: DeltaShape, matrices: Iterable[Weig
         differ = float((found[: end - past] != at_once[row : row + end - past]).sum())
         yield Case(f"{named}, {len(found)} rows: bits of all at once", differ, 0)
         one.snapshots, past, row = {}, end, end
-    states = [DeltaState(shape, each[_LAYER]) for each in (one.states.cpu(), one.own)]
+    states = [LayerState(shape, each[_LAYER]) for each in (one.states.cpu(), one.own)]
     yield Case(f"{named}: states", error_of(states[0].matrices, states[1].matrices), DELTA)
     rows = [state.rows(past - shape.kept_rows, past) for state in states]
     wrong = float((rows[0] != rows[1]).sum()) + (states[0].position != states[1].position)
@@ -127,8 +128,9 @@ def _run(
     wide, gates = (
         torch.cat([getattr(part.tokens, name)[part.past : part.end] for part in parts]) for name in ("wide", "gates")
     )
+    place = StatePlace(_LAYER * shape.state_bytes, _LAYER * shape.snapshot_bytes)
     out = poisoned(row, shape.value_features, device=device)
-    run_all(delta.mix(wide, gates, out if codes is None else codes, tables, weights, shape, _LAYER))
+    run_all(delta.mix(wide, gates, out if codes is None else codes, tables, weights, shape, place))
     return out
 
 

@@ -28,18 +28,18 @@ from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu.activations import Codes, activated
 from localllm.kernels.gpu.attention_merge import appended, can_code, store_codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.sizes import DELTA_WORDS, REPLAYED_ROWS, STEP_ROWS, DeltaShape
+from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, DeltaShape, StatePlace
 
 _REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _L2_EPS = tl.constexpr(delta_rule.L2_EPS)
-_WORDS = tl.constexpr(len(DELTA_WORDS))
+_WORDS = tl.constexpr(len(STATE_WORDS))
 _VALUES = 8  # features of a program: a warp holds its part of a state of 128 key features in 32 registers a thread
 _FEW_RUNS, _RUN_TOKENS = 4, 4  # of a segment's tokens, each of which one program prepares
 
 
 @dataclass(frozen=True)
 class DeltaTables:
-    """segments int64 [S, words]: see DELTA_WORDS; end is not above begin where a segment is nobody's. positions int32
+    """segments int64 [S, words]: see STATE_WORDS; end is not above begin where a segment is nobody's. positions int32
     [M]: -1 is a padding row, for which nothing is written. num_rows: of the buffers that also hold rows computed again.
     """
 
@@ -84,12 +84,12 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + 2.0 * z * series
 
 
-@triton.jit(do_not_specialize=["layer", "runs"])
+@triton.jit(do_not_specialize=["state_at", "snapshot_at", "runs"])
 def _prepare(
-    wide, gates, conv, a_log, dt_bias, prepared, firsts, segments, beta_scale, layer, wide_stride, runs,
+    wide, gates, conv, a_log, dt_bias, prepared, firsts, segments, beta_scale, state_at, snapshot_at, wide_stride, runs,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
-    POSITIONS: tl.constexpr, STATE_BYTES: tl.constexpr, SNAPSHOT_BYTES: tl.constexpr,
+    POSITIONS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program has a head of the queries, keys or values, and a run of a segment's tokens."""
@@ -99,7 +99,7 @@ def _prepare(
     if last <= begin:
         return
     past, state, row = tl.load(words + 2), tl.load(words + 4), tl.load(words + 5)
-    state += layer.to(tl.int64) * STATE_BYTES
+    state += state_at
     end, ring = past + last - begin, _floats_at(state, MATRIX_BYTES)
     position = tl.load((state + POSITIONS).to(tl.pointer_type(tl.int64)))
     first = tl.maximum(tl.minimum(position, past), past - _REPLAYED)
@@ -136,29 +136,28 @@ def _prepare(
         tl.store(into + column, value, mask=mask)
     if run == 0:
         _store_tails(
-            wide, gates, ring, words, begin, past, first, end, layer, column, mask, wide_stride,
-            CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES, SNAPSHOT_BYTES,
+            wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
+            CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES,
         )  # fmt: skip
         if is_value:
             at = CHANNELS + head + tl.arange(0, 2) * VALUE_HEADS
             _store_tails(
-                wide, gates, ring, words, begin, past, first, end, layer, at, at < ROW, wide_stride,
-                CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES, SNAPSHOT_BYTES,
+                wide, gates, ring, words, begin, past, first, end, snapshot_at, at, at < ROW, wide_stride,
+                CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES,
             )  # fmt: skip
 
 
 @triton.jit
 def _store_tails(
-    wide, gates, ring, words, begin, past, first, end, layer, column, mask, wide_stride,
+    wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
-    SNAPSHOT_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Columns of the rows before each snapshot's position, to the snapshot."""
     pairs = tl.load(words + 6).to(tl.pointer_type(tl.int64))
     for n in range(tl.load(words + 7)):
         wanted, address = tl.load(pairs + 2 * n), tl.load(pairs + 2 * n + 1)
         if (wanted > first) & (wanted <= end):
-            tail = _floats_at(address + layer.to(tl.int64) * SNAPSHOT_BYTES, MATRIX_BYTES)
+            tail = _floats_at(address + snapshot_at, MATRIX_BYTES)
             for tap in tl.static_range(TAPS - 1):
                 row = _raw(
                     wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
@@ -185,22 +184,22 @@ def _token(
 
 
 @triton.jit
-def _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES: tl.constexpr):
+def _stop(pairs, n, num, snapshot_at, state, own_end):
     """Before which position the state is to be stored next, and where: a snapshot, or behind the last of them the state
     itself. -1 behind that."""
     is_snapshot = n < num
     wanted = tl.load(pairs + 2 * n, mask=is_snapshot, other=0)
-    address = tl.load(pairs + 2 * n + 1, mask=is_snapshot, other=0) + layer.to(tl.int64) * SNAPSHOT_BYTES
+    address = tl.load(pairs + 2 * n + 1, mask=is_snapshot, other=0) + snapshot_at
     stop = tl.where(is_snapshot, wanted, tl.where(n == num, own_end, -1))
     return stop, tl.where(is_snapshot, address, state)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["state_at", "snapshot_at"])
 def _take_in(
-    wide, gates, prepared, firsts, mixed, segments, layer, wide_stride,
+    wide, gates, prepared, firsts, mixed, segments, state_at, snapshot_at, wide_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr, MATRIX_BYTES: tl.constexpr,
-    POSITIONS: tl.constexpr, STATE_BYTES: tl.constexpr, SNAPSHOT_BYTES: tl.constexpr, IS_TILED: tl.constexpr,
+    POSITIONS: tl.constexpr, IS_TILED: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SHARE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program has VALUES features of a value head in one segment, and SHARE columns of the rows that are kept."""
@@ -210,7 +209,7 @@ def _take_in(
     if last <= begin:
         return
     past, committed, row = tl.load(words + 2), tl.load(words + 3), tl.load(words + 5)
-    state = tl.load(words + 4) + layer.to(tl.int64) * STATE_BYTES
+    state = tl.load(words + 4) + state_at
     pairs, num = tl.load(words + 6).to(tl.pointer_type(tl.int64)), tl.load(words + 7)
     first, end = tl.load(firsts + tl.program_id(2)), past + last - begin
     own_end = tl.maximum(committed, first)
@@ -226,7 +225,7 @@ def _take_in(
     n = first * 0
     for i in range(num):
         n += (tl.load(pairs + 2 * i) <= first).to(tl.int64)
-    stop, target = _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES)
+    stop, target = _stop(pairs, n, num, snapshot_at, state, own_end)
     for position in range(first, end):
         at += ROW
         next_q, next_k, next_v, next_beta, next_decay = _token(
@@ -243,7 +242,7 @@ def _take_in(
         while position + 1 == stop:
             tl.store(_floats_at(target, 0) + place, S, mask=is_key)
             n += 1
-            stop, target = _stop(pairs, n, num, layer, state, own_end, SNAPSHOT_BYTES)
+            stop, target = _stop(pairs, n, num, snapshot_at, state, own_end)
         q, k, v, beta, decay = next_q, next_k, next_v, next_beta, next_decay
     if part == 0:
         tl.store((state + POSITIONS).to(tl.pointer_type(tl.int64)) + head, own_end)
@@ -284,11 +283,11 @@ def _gated_norm(
 
 def mix(
     wide: Tensor, gates: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: DeltaWeights, shape: DeltaShape,
-    layer: int,
+    place: StatePlace,
 ) -> list[KernelLaunch]:  # fmt: skip
     """wide [M, channels + value features], in rows of any stride: queries, keys and values before the convolution, then
     z, of any float type. gates fp32 [M, 2 * value heads]: b, then a. out fp32 [M, value features], or its codes where
-    `can_code` has heads of so many. layer: its number among those whose states follow each other on the device."""
+    `can_code` has heads of so many. place: of the layer's part."""
     assert shape.fills_vectors and gates.dtype is torch.float32 and gates.is_contiguous() and wide.stride(1) == 1
     own = (weights.conv, weights.a_log, weights.dt_bias, weights.norm)
     assert all(each.dtype is torch.float32 and each.is_contiguous() for each in own)
@@ -297,8 +296,8 @@ def mix(
     firsts = torch.empty(len(segments), dtype=torch.int64, device=device)
     mixed = torch.empty((rows, shape.value_features), device=device)
     shared: dict[str, Tensor | int | float | None] = {
-        "wide": wide, "gates": gates, "prepared": prepared, "firsts": firsts, "segments": segments, "layer": layer,
-        "wide_stride": wide.stride(0),
+        "wide": wide, "gates": gates, "prepared": prepared, "firsts": firsts, "segments": segments,
+        "state_at": place.state, "snapshot_at": place.snapshot, "wide_stride": wide.stride(0),
     }  # fmt: skip
     runs = min(rows + 1, _FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, _RUN_TOKENS)
     preparing = KernelLaunch(
@@ -334,8 +333,7 @@ def _sizes(shape: DeltaShape) -> dict[str, Any]:
     return {
         "KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "KEY_DIM": shape.key_dim,
         "VALUE_DIM": shape.value_dim, "CHANNELS": shape.channels, "ROW": shape.row_floats, "KEPT": shape.kept_rows,
-        "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": shape.positions_begin, "STATE_BYTES": shape.state_bytes,
-        "SNAPSHOT_BYTES": shape.snapshot_bytes,
+        "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": shape.positions_begin,
     }  # fmt: skip
 
 

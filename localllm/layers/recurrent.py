@@ -1,0 +1,11 @@
+"""The bodies that keep a state of each sequence in place of keys and values.
+
+Each has `layer`, its number among those with states; `linears`, the matrices in its recipe's formats, the first and the
+last of which are in front and behind; and `exact_linears`, those that are read in fp32.
+"""
+
+from __future__ import annotations
+
+from localllm.layers.delta_net import DeltaNet
+
+Recurrent = DeltaNet

@@ -1,0 +1,99 @@
+"""Mixers between their first product and their last one, as steps of a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from localllm.kernels import cpu_quantize, cpu_rope, cpu_router
+from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_paged import AttentionPlace
+from localllm.layers.attention import Attention
+from localllm.layers.delta_net import DeltaNet
+from localllm.layers.norm import RMSNorm, as_rms
+from localllm.models.cpu_buffers import head_shape
+from localllm.models.cpu_products import Products, packed_parts
+
+
+def mixed_steps(write: Products, body: Attention | DeltaNet, norm: RMSNorm | None, norm_eps: float) -> Iterator[Step]:
+    """Yield the steps from `wide`, which the first product has filled, to `mixed`, which the last one reads.
+
+    norm: in front of the block. norm_eps: of the norms of queries and keys.
+    """
+    if isinstance(body, Attention):
+        yield from _attention(write, body, norm_eps)
+    else:
+        yield from _delta_net(write, body, norm)
+
+
+def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[Step]:
+    room, config = write.room, body.config
+    H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
+    stride, gates = config.qkv_features, config.gate_features
+    qkv = room.wide[gates:]
+    q_norm, k_norm = as_rms(body.q_norm), as_rms(body.k_norm)
+    if q_norm is not None and k_norm is not None and config.qk_norm == "full":
+        keys = qkv[H * D :]
+        yield write.norm(q_norm, qkv, qkv, H * D, stride, adds=False)
+        yield write.norm(k_norm, keys, keys, KH * D, stride, adds=False)
+    norms = (q_norm, k_norm) if config.qk_norm == "head" else (None, None)
+    where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
+    attending = room.attending[head_shape(config)]
+    assert attending.layouts is not None, "a batch was placed"
+    dense, coded = attending.layouts
+    group, index = next((g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers)
+    values: cpu_rope.Values = "keys" if config.value_from_key else "normed" if config.norms_values else "plain"
+    rope = cpu_rope.rope(write.isa, dense, coded, config.rotary_dim, where, values)
+    yield rope.step(
+        qkv=qkv,
+        cos=room.cos[body.rotation],
+        sin=room.sin[body.rotation],
+        q_norm=0 if norms[0] is None else norms[0].weight,
+        k_norm=0 if norms[1] is None else norms[1].weight,
+        tokens=room.tokens[group],
+        shape=room.activations.shape,
+        stride=stride,
+        heads=H,
+        kv_heads=config.key_heads,
+        layer=index,
+        scales=room.scales[config.scale, config.growth],
+        eps=float_bits(norm_eps),
+    )
+    options = config.window, config.softcap, body.sinks
+    place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, *options)
+    rows, is_split = attending.rows, attending.is_split
+    yield from attending.room.steps(write.isa, attending.layouts, place, rows=rows, is_split=is_split)
+    if gates:
+        yield cpu_quantize.sigmoid_gate(write.isa).step(
+            x=room.wide,
+            y=room.mixed,
+            shape=room.activations.shape,
+            features=gates,
+            x_stride=stride,
+            y_stride=gates,
+        )
+
+
+def _delta_net(write: Products, body: DeltaNet, norm: RMSNorm | None) -> Iterator[Step]:
+    room, gates = write.room, body.gates_proj
+    yield cpu_router.logits(write.isa, has_norm=norm is not None).step(
+        x=room.x,
+        weight=0 if norm is None else norm.weight,
+        matrix=gates.tensors["weight"],
+        bias=0,
+        y=room.gates,
+        shape=room.activations.shape,
+        features=gates.in_features,
+        stride=gates.in_features,
+        outputs=gates.out_features,
+        eps=float_bits(0.0 if norm is None else norm.eps),
+    )
+    yield from write.adapters(gates, packed_parts(body.in_proj)[-1].group, room.gates)
+    yield from room.states.deltas[body.config.shape].steps(
+        write.isa,
+        body.weights,
+        room.states.place(body.layer),
+        wide=room.wide,
+        stride=body.in_proj.out_features,
+        gates=room.gates,
+        mixed=room.mixed,
+    )
