@@ -64,6 +64,11 @@ def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) 
 
 
 # name -> (model_type, what differs from SHAPE)
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+MIXED: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -185,6 +190,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         linear(2, 4, 24, 16, linear_allow_neg_eigval=False)
         | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
+    "deepseek_v2": ("deepseek_v2", LATENT | MIXED | {"q_lora_rank": None}),
+    "deepseek_v2-scaled": (
+        "deepseek_v2",
+        LATENT
+        | MIXED
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1, "routed_scaling_factor": 2.0, "attention_bias": True}
+        | rope("yarn", 4.0, mscale=0.7, mscale_all_dim=0.7, **TRAINED),
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT | ROUTED | {"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}),
+    "deepseek_v3-odd": (
+        "deepseek_v3",
+        ROUTED
+        | {"q_lora_rank": 20, "kv_lora_rank": 18, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+        | {"n_group": 1, "topk_group": 1, "rope_interleave": False, "num_nextn_predict_layers": 0}
+        | {"num_key_value_heads": 4}
+        | rope("yarn", 4.0, mscale=1.0, mscale_all_dim=0.5, **TRAINED),
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENT | ROUTED),
+    "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 32, "v_head_dim": None}),
+    "minicpm3-plain": ("minicpm3", LATENT | {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma3n-odd": (

@@ -18,6 +18,7 @@ from localllm.registry import FAMILIES
 PARTS = {"qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "muse_glimmer_text"}
 NEEDED = {
     "glm4_moe": {"head_dim": 128, "num_attention_heads": 96, "num_key_value_heads": 8},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

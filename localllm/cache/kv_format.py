@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from localllm.kernels.sizes import GROUP, PAGE_TOKENS, Coding, KVShape, coding_bytes
+from localllm.kernels.sizes import GROUP, PAGE_TOKENS, Coding, KVShape
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +45,7 @@ class KVFormat:
         shapes = Counter(layers)
 
         def page_bytes(keys: Coding, values: Coding) -> int:
-            return sum(
-                count * shape.num_heads * sum(coding_bytes(coding, shape.head_dim, item_bytes))
-                for shape, count in shapes.items()
-                for coding in (keys, values)
-            )
+            return sum(count * shape.page_bytes(keys, values, item_bytes) for shape, count in shapes.items())
 
         coded = None if self.keys == "dense" else page_bytes(self.keys, self.values)
         return KVSizes(page_bytes("dense", "dense"), coded)
@@ -57,12 +53,10 @@ class KVFormat:
     def layouts(self, shape: KVShape, dtype: torch.dtype) -> tuple[PageLayout, PageLayout | None]:
         """Return the layouts of dense pages, and of coded ones where there are any. dtype: what the model computes
         in."""
-        from localllm.kernels.kv_page import PageLayout
+        from localllm.kernels.kv_page import layout_of
 
-        dense = PageLayout(shape.num_heads, shape.head_dim, "dense", "dense", dtype)
-        if self.keys == "dense":
-            return dense, None
-        return dense, PageLayout(shape.num_heads, shape.head_dim, self.keys, self.values, dtype)
+        dense = layout_of(shape, "dense", "dense", dtype)
+        return dense, None if self.keys == "dense" else layout_of(shape, self.keys, self.values, dtype)
 
 
 KV_FORMATS = {
@@ -101,4 +95,4 @@ def dense_heads_note(name: str, layers: Iterable[KVShape], dtype: str) -> str:
 
 def _uncoded_head(layers: Iterable[KVShape]) -> int | None:
     """Return the features of a head that groups of 32 do not divide; None where there is none."""
-    return next((shape.head_dim for shape in layers if shape.head_dim % GROUP), None)
+    return next((shape.head_dim for shape in layers if not shape.can_be_coded), None)

@@ -70,6 +70,7 @@ def model_shape(
     kv_format = choose_format(kv, config.kv_shapes, item_bytes)
     kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
     widest_kv = max(kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes))
+    shapes = config.head_shapes
     is_native = device == "cpu" and runs_natively(config, recipe, dtype)
     return ModelShape(
         name=name,
@@ -99,7 +100,7 @@ def model_shape(
         hit_curve=usual_curve(max((moe.router.num_experts for moe in config.mixtures), default=0)),
         num_weights=sum(layout.num_weights for layout in layouts),
         num_active_weights=sum(layout.num_active_weights for layout in layouts),
-        section_bytes=max(4 * each.num_heads * (each.head_dim + 2) for each in config.attentions) if has_gpu else 0,
+        section_bytes=max((4 * each.num_heads * (each.value_dim + 2) for each in shapes), default=0) if has_gpu else 0,
     )
 
 
@@ -132,7 +133,7 @@ def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     fp32."""
     wide = 4 * max(mlp.intermediate_size for mlp in config.mlps) + 6 * config.hidden_size
     # What the kernels of attention take and give.
-    attention = 2 * max((each.num_heads + each.num_kv_heads) * each.head_dim for each in config.attentions)
+    attention = 2 * max((each.features for each in config.head_shapes), default=0)
     mixing = max((_mixture_row_bytes(mixture, config.hidden_size) for mixture in config.mixtures), default=0)
     # Of AltUp: all states, what is predicted of them, what they become, and one copy on the way.
     states = 4 * config.altup.num_states * config.hidden_size if config.altup is not None else 0

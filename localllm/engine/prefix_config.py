@@ -16,6 +16,7 @@ from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
+from localllm.layers.config import KeyValue
 from localllm.offload.planner.plan import KEPT_PAGES, SNAPSHOTS, Plan
 
 _LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
@@ -105,7 +106,7 @@ def _about(computed: Computed, residency: Residency) -> Mapping[str, object]:
         "dtype": dtype,
         "device": residency.device.type,
         "is_native": residency.runner.cpu_program is not None or residency.runner.gpu_program is not None,
-        "ropes": [asdict(each.rope) for each in config.attentions],
+        "ropes": [asdict(each.mixer.rope) for each in config.layers if isinstance(each.mixer, KeyValue)],
         "shape": [[*astuple(shape)] for shape in config.kv_shapes],
         "windows": list(config.windows),
     } | ({"states": [asdict(each) for each in config.recurrents]} if config.recurrents else {})

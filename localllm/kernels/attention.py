@@ -21,7 +21,7 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D]; k, v [KH, S, D], the last T keys being the queries' own. Returns [T, H, D].
+    """q [T, H, D]; k [KH, S, D], v [KH, S, Dv], the last T keys being the queries' own. Returns [T, H, Dv].
 
     window: how many keys a query sees, its own included. softcap, sinks: see `reference.attention`.
     """
@@ -36,7 +36,7 @@ def attention(
         # The G query heads of a group become rows over one key head: each key is read once, not G times.
         rows = q.view(1, KH, H // KH, D)
         mixed = scaled_dot_product_attention(rows, k.unsqueeze(0), v.unsqueeze(0), scale=scale)
-        return mixed.view(1, H, D)
+        return mixed.view(1, H, -1)
     causal = S == T and (window is None or window >= T)
     mask = None if causal else reference.visible(T, S, window, q.device)
     if mask is not None and q.is_cuda:
@@ -72,7 +72,7 @@ def _by_tiles(
     if T > 1:  # a single query sees all that the window has left
         scores = scores.masked_fill(~reference.visible(T, S, window, q.device), float("-inf"))
     weights = reference.softmax(scores, sinks).reshape(KH, -1, S)  # [KH, G T, S]
-    mixed = torch.zeros_like(grouped)
+    mixed = grouped.new_zeros(KH, grouped.shape[1], v.shape[-1])
     for part, tile in zip(torch.split(weights, SOFTCAP_TILE, dim=-1), torch.split(v, SOFTCAP_TILE, dim=1), strict=True):
         mixed += part @ tile.float()
-    return mixed.view(KH, H // KH, T, D).permute(2, 0, 1, 3).reshape(T, H, D).to(q.dtype)
+    return mixed.view(KH, H // KH, T, -1).permute(2, 0, 1, 3).reshape(T, H, -1).to(q.dtype)

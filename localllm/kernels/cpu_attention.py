@@ -28,7 +28,7 @@ from localllm.kernels.sizes import TASK_WORDS as TASK_WORDS
 
 RUN_PAGES = 4  # 8 KB of scores for 8 rows, in the first-level cache beside the pages
 SECTION_PAGES = 16
-MAX_ROWS = 8  # of a task; 16 sums in registers are 8 rows x 2 vectors, see `Isa.sums`
+ROW_COUNTS = (1, 2, 4, 8)  # of a task; 16 sums in registers are 8 rows x 2 vectors, see `Isa.sums`
 NOTHING = -1e30  # a maximum over no key: finite, so that differences of it are
 # Of a query row: its token, its head within the group, its first part, from one section's part to the next's, sections.
 MERGE_WORDS = ("token", "head", "first_part", "step", "count")

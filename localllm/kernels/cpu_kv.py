@@ -118,22 +118,27 @@ def rotated(k: Kernel, vectors: list[Value]) -> list[Value]:
     return [vector for pair in pairs for vector in hadamard(k, *pair)]
 
 
-def _coded(k: Kernel, pair: list[Value], coding: Coding) -> tuple[Value, list[Value]]:
-    """The scale's code (i32) of a group of 32, and its codes as bytes: two vectors for INT8, one for INT4."""
-    magnitudes = k.larger(k.unary("fabs", pair[0]), k.unary("fabs", pair[1]))
-    wanted = cpu_math.largest(k, magnitudes) * (1 / (127 if coding == "int8" else 8))
+def coded_run(k: Kernel, vectors: list[Value], coding: Coding) -> tuple[Value, list[Value]]:
+    """The scale's code (i32) of a run of groups of 32, and their codes as bytes: of each two vectors for INT8, one for
+    INT4."""
+    peaks, spreads = k.unary("fabs", vectors[0]), vectors[0] - vectors[0]
+    for vector in vectors[1:]:
+        peaks = k.larger(peaks, k.unary("fabs", vector))
+        spreads = spreads + (vector - vector)
+    wanted = cpu_math.largest(k, peaks) * (1 / (127 if coding == "int8" else 8))
     clamped = k.smaller(k.constant(F32, SCALE_HIGH), k.larger(k.constant(F32, SCALE_LOW), wanted))
     bits = clamped.convert("bitcast", "i32") - SCALE_BIAS
     code = (bits + ((1 << SCALE_SHIFT) - 1)) >> SCALE_SHIFT  # the smallest whose scale is not below
-    spread = cpu_math.total(k, (pair[0] - pair[0]) + (pair[1] - pair[1]))  # 0, or NaN where one is not finite
+    spread = cpu_math.total(k, spreads)  # 0, or NaN where one is not finite
     code = spread.compare("oeq", 0.0).choose(code, k.constant("i32", NOT_FINITE))
     scale = ((code << SCALE_SHIFT) + SCALE_BIAS).convert("bitcast", F32).splat()
-    steps = [vector / scale for vector in pair]
+    steps = [vector / scale for vector in vectors]
     if coding == "int8":
         limited = [_within(k, k.unary("rint", step), -127.0, 127.0) for step in steps]
         return code, [step.convert("fptosi", I32V).convert("trunc", BYTES) for step in limited]
-    low, high = (_within(k, k.unary("floor", step) + 8.0, 0.0, 15.0).convert("fptosi", I32V) for step in steps)
-    return code, [(low | (high << 4)).convert("trunc", BYTES)]
+    nibbles = [_within(k, k.unary("floor", step) + 8.0, 0.0, 15.0).convert("fptosi", I32V) for step in steps]
+    pairs = zip(nibbles[::2], nibbles[1::2], strict=True)
+    return code, [(low | (high << 4)).convert("trunc", BYTES) for low, high in pairs]
 
 
 def _within(k: Kernel, vector: Value, low: float, high: float) -> Value:
@@ -155,7 +160,7 @@ def store_keys(k: Kernel, plan: HeadPlan, head: Value, slot: Value, vectors: lis
     column, scale_column = head.at(slot), head.at(plan.offsets[1]).at(slot)
     row_number = 0
     for group in range(plan.layout.groups):
-        code, rows = _coded(k, vectors[2 * group : 2 * group + 2], coding)
+        code, rows = coded_run(k, vectors[2 * group : 2 * group + 2], coding)
         scale_column.at(group * PAGE_TOKENS).store(code.convert("trunc", "i8"), 1)
         for row in rows:
             for lane in range(LANES):
@@ -175,7 +180,7 @@ def store_values(k: Kernel, plan: HeadPlan, head: Value, slot: Value, vectors: l
     scale_column = head.at(plan.offsets[3]).at(slot)
     at = 0
     for group in range(plan.layout.groups):
-        code, parts = _coded(k, vectors[2 * group : 2 * group + 2], coding)
+        code, parts = coded_run(k, vectors[2 * group : 2 * group + 2], coding)
         scale_column.at(group * PAGE_TOKENS).store(code.convert("trunc", "i8"), 1)
         for part in parts:
             row.at(at).store(part, 1)

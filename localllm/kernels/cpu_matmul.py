@@ -14,6 +14,7 @@ bounds them is arithmetic: 198 are computed where neither scales nor memory are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -61,21 +62,35 @@ class TiledMatrix:
 class Units:
     """What a thread does at a time: a tile of the matrix, or several side by side, times a block of rows.
 
-    The kernel has the words x, x_scale, x_bias, x_offset, y, tiles, groups, features.
+    The kernel has the words x, x_scale, x_bias, x_offset, y, tiles, groups, features. run_tiles: of so many tiles,
+    where that is not 0, a unit has none beside those of the next run.
     """
 
-    def __init__(self, k: Kernel, isa: Isa, weights: Weights, block_rows: int, *, adds: bool) -> None:
+    def __init__(
+        self, k: Kernel, isa: Isa, weights: Weights, block_rows: int, *, adds: bool, run_tiles: int = 0
+    ) -> None:
         self.k, self.isa, self.weights, self.block_rows = k, isa, weights, block_rows
         self.adds = adds
-        self.tiles = isa.tiles_side_by_side(block_rows)
+        self.tiles = math.gcd(isa.tiles_side_by_side(block_rows), run_tiles)
         # Of a tile's weights, as many as lie one behind the other.
         self.tile_bytes = k.arg.groups * weights.group_bytes
         self.count = (k.arg.tiles + (self.tiles - 1)) / self.tiles
         self._sums = [[k.stack(F32V) for _ in range(block_rows)] for _ in range(self.tiles)]
 
-    def multiply(self, matrix: TiledMatrix, unit: Value, x_block: Value, y_block: Value, rows: int) -> None:
-        """The first `rows` rows of a block of x, into a block of y."""
+    def multiply(
+        self,
+        matrix: TiledMatrix,
+        unit: Value,
+        x_block: Value,
+        y_block: Value,
+        rows: int,
+        *,
+        groups_before: Value | None = None,
+    ) -> None:
+        """The first `rows` rows of a block of x, into a block of y. groups_before: the groups of x in front of these
+        columns, where they are not those of the blocks."""
         k, a = self.k, self.k.arg
+        before = x_block * a.groups if groups_before is None else groups_before
         sums = [row[:rows] for row in self._sums]
         # Where the last unit lacks tiles the last one takes their places: its sums are computed again, and stored once.
         first = unit * self.tiles
@@ -83,7 +98,7 @@ class Units:
         for slot in (slot for row in sums for slot in row):
             slot.store(k.f32v(0), 64)
         with k.range(k.i64(0), a.groups) as g:
-            x_at = (x_block * a.groups + g) * self.block_rows
+            x_at = (before + g) * self.block_rows
             group = Group(self.weights.columns, self.block_rows, g, x_at)
             _add_group(k, self.isa, self.weights, matrix, group, tiles, sums)
         for t, tile in enumerate(tiles):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_attention
-from localllm.kernels.cpu_attention import MERGE_WORDS, TASK_WORDS, part_floats
+from localllm.kernels import cpu_attention, cpu_latent
+from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 NO_WINDOW = 1 << 40
 Words = Sequence[tuple[int, ...]]
@@ -38,10 +38,10 @@ class AttentionTables:
 class AttentionRoom:
     """Fixed places for so many tasks, merges and parts, which a tape points at."""
 
-    def __init__(self, tasks: int, merges: int, parts: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, tasks: int, merges: int, parts: int, kv_heads: int, value_dim: int) -> None:
         self._tasks = torch.zeros(tasks, len(TASK_WORDS), dtype=torch.int64)
         self._merges = torch.zeros(merges, len(MERGE_WORDS), dtype=torch.int64)
-        self._parts = torch.zeros(kv_heads * parts, part_floats(head_dim))
+        self._parts = torch.zeros(kv_heads * parts, part_floats(value_dim))
         self._num_parts = parts
         self._counts = torch.zeros(2, 2, dtype=torch.int64)  # tasks, merges; parts beside each
 
@@ -84,10 +84,31 @@ class AttentionRoom:
             softcap=float_bits(place.softcap or 0.0),
             **shared,
         )
-        if not is_split:
-            return
-        combine = cpu_attention.combine(isa, dense.head_dim, is_rotated=coded is not None, has_sinks=has_sinks)
-        yield combine.step(merges=self._merges, shape=self._counts[1], **shared)
+        if is_split:
+            combine = cpu_attention.combine(isa, dense.head_dim, is_rotated=coded is not None, has_sinks=has_sinks)
+            yield combine.step(merges=self._merges, shape=self._counts[1], **shared)
+
+    def latent_steps(
+        self, isa: Isa, layouts: Layouts, place: LatentPlace, scale: float, *, rows: int, is_split: bool
+    ) -> Iterator[Step]:
+        """Return the steps that attend to latents, as `steps` does to keys and values. scale: of the queries."""
+        dense, coded = latent_layouts(layouts)
+        shared: dict[str, Tensor | int] = {"out": place.out, "parts": self._parts, "group": place.num_heads}
+        yield cpu_latent.attention(isa, dense, coded, rows).step(
+            absorbed=place.absorbed,
+            turning=place.turning,
+            tasks=self._tasks,
+            tokens=place.tokens,
+            shape=self._counts[0],
+            stride=place.stride,
+            layer=place.layer,
+            window=NO_WINDOW,
+            scale=float_bits(scale),
+            **shared,
+        )
+        if is_split:
+            combine = cpu_attention.combine(isa, dense.latent_dim, is_rotated=coded is not None)
+            yield combine.step(merges=self._merges, shape=self._counts[1], sinks=0, kv_heads=1, **shared)
 
 
 @dataclass(frozen=True)
@@ -104,3 +125,59 @@ class AttentionPlace:
     window: int | None
     softcap: float | None
     sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LatentPlace:
+    """One layer's latent attention, all fp32. absorbed [T, heads * latent_dim]; turning, of each token all heads'
+    features that meet the shared key, `stride` floats behind those of the last one; latents, likewise
+    `latent_stride`; out as absorbed. tokens, layer: as in `AttentionPlace`."""
+
+    absorbed: Tensor
+    num_heads: int
+    turning: Tensor
+    stride: int
+    latents: Tensor
+    latent_stride: int
+    out: Tensor
+    tokens: Tensor
+    layer: int
+
+    def step(
+        self,
+        isa: Isa,
+        layouts: Layouts,
+        shape: Tensor,
+        rotation: tuple[Tensor, Tensor] | None = None,
+        norm: tuple[Tensor, float] | None = None,
+    ) -> Step:
+        """Return the step that writes latents into their pages. shape: int64 [1], the tokens. rotation, norm: cosines
+        and sines, weight and eps, where those were not applied before."""
+        dense, coded = latent_layouts(layouts)
+        cos, sin = (0, 0) if rotation is None else rotation
+        rotary_dim = 0 if rotation is None else rotation[0].shape[-1]
+        return cpu_latent.place(isa, dense, coded, rotary_dim, has_norm=norm is not None).step(
+            turning=self.turning,
+            latents=self.latents,
+            norm=0 if norm is None else norm[0],
+            cos=cos,
+            sin=sin,
+            tokens=self.tokens,
+            shape=shape,
+            stride=self.stride,
+            latent_stride=self.latent_stride,
+            heads=self.num_heads,
+            layer=self.layer,
+            eps=float_bits(0.0 if norm is None else norm[1]),
+        )
+
+
+def latent_layouts(layouts: Layouts) -> tuple[LatentLayout, LatentLayout | None]:
+    dense, coded = layouts
+    assert isinstance(dense, LatentLayout) and (coded is None or isinstance(coded, LatentLayout))
+    return dense, coded
+
+
+def row_counts_of(layout: PageLayout) -> tuple[int, ...]:
+    """Return the rows that a task may have."""
+    return cpu_latent.ROWS if isinstance(layout, LatentLayout) else ROW_COUNTS

@@ -63,7 +63,7 @@ def rope_source(
                 vectors = [vector * inverse for vector in vectors]
             if norms == "first":
                 vectors = _weighted(vectors, weight)
-            vectors = _rotated(k, vectors, token, rotary_dim)
+            vectors = rotated_features(k, vectors, token, rotary_dim)
             if norms == "last":
                 vectors = _weighted(vectors, weight)
             vectors = turned(vectors)
@@ -106,7 +106,7 @@ def _weighted(vectors: list[Value], weight: Value) -> list[Value]:
     return [vector * weight.at(64 * i).load(F32V) for i, vector in enumerate(vectors)]
 
 
-def _rotated(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[Value]:
+def rotated_features(k: Kernel, x: list[Value], token: Value, rotary_dim: int) -> list[Value]:
     """x * cos + (the other half of the rotating features) * sin; the features beyond rotary_dim pass."""
     turning = rotary_dim // LANES
     table = token * (rotary_dim * 4)

@@ -2,6 +2,7 @@
 
 A head's part is keys [D, 64], their scales [D / 32, 64], values [64, D], their scales [D / 32, 64]: a vector of a key
 row is one feature of 16 tokens, one of a value row 16 features of a token, so that neither needs a sum over its lanes.
+The latents of multi-head latent attention lie token by token, once: see `LatentLayout`.
 Dense codings have no scales; coded ones are rotated in groups of 32 features before they are rounded (QuaRot,
 arXiv:2404.00456), and stay so: queries are rotated once, outputs once back.
 """
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.sizes import GROUP as GROUP
+from localllm.kernels.sizes import LATENT_SCALES, coding_bytes
 from localllm.kernels.sizes import PAGE_TOKENS as PAGE_TOKENS
 from localllm.kernels.sizes import Coding as Coding
 from localllm.kernels.sizes import KVShape as KVShape
-from localllm.kernels.sizes import coding_bytes
 
 INT4_ZERO = 7.5  # 16 levels lie symmetrically around zero, none on it: 12 % less error than 15 with one
 # A scale is a byte: five bits of exponent, three of mantissa, rounded up. 16 bits would be 6 % of an INT4 page, and
@@ -54,6 +55,11 @@ class PageLayout:
         return self.head_dim // GROUP
 
     @property
+    def value_dim(self) -> int:
+        """Features of a value."""
+        return self.head_dim
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
         """Bytes of a head's keys, their scales, its values and theirs."""
         keys, values = (coding_bytes(coding, self.head_dim, self.dtype.itemsize) for coding in (self.keys, self.values))
@@ -82,6 +88,43 @@ class PageLayout:
 
     def _typed(self, codes: Tensor, coding: Coding) -> Tensor:
         return codes.view({"dense": self.dtype, "int8": torch.int8, "int4": torch.uint8}[coding])
+
+
+@dataclass(frozen=True)
+class LatentLayout(PageLayout):
+    """One layer's part of a page of latents (arXiv:2405.04434): keys [64, D], whose first `latent_dim` features are the
+    values too, and in a coded page scales [2, 64], of the latent and of the features behind it. One head, which all
+    heads of queries share; the coding of values is not asked."""
+
+    latent_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        codes, _ = coding_bytes(self.keys, self.head_dim, self.dtype.itemsize)
+        return codes, 0 if self.is_dense else LATENT_SCALES * PAGE_TOKENS, 0, 0
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_dim
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """Features that share a scale."""
+        return self.latent_dim, self.head_dim - self.latent_dim
+
+    def parts(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """pages uint8 [..., layer_bytes] -> views: keys [..., 1, 64, columns], scales [..., 1, 2, 64], and nothing."""
+        heads = pages.view(*pages.shape[:-1], 1, self.head_bytes)
+        keys, scales, values, value_scales = torch.split(heads, list(self.sizes), dim=-1)
+        shaped = _shaped(scales, LATENT_SCALES, PAGE_TOKENS) if scales.shape[-1] else scales
+        return _shaped(self._typed(keys, self.keys), PAGE_TOKENS, -1), shaped, values, value_scales
+
+
+def layout_of(shape: KVShape, keys: Coding, values: Coding, dtype: torch.dtype) -> PageLayout:
+    """Return the layout of a layer's part of a page. dtype: of dense keys and values."""
+    if shape.latent_dim:
+        return LatentLayout(shape.num_heads, shape.head_dim, keys, values, dtype, shape.latent_dim)
+    return PageLayout(shape.num_heads, shape.head_dim, keys, values, dtype)
 
 
 def pages_of(num_tokens: int) -> int:
@@ -118,16 +161,18 @@ def _scales(codes: Tensor) -> Tensor:
     return torch.where(codes == NOT_FINITE, torch.nan, scales)
 
 
-def quantize(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, coding: Coding, runs: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """x fp32 [..., D], rotated already. Returns codes, int8 [..., D] or uint8 [..., D / 2], and their scales, uint8
-    [..., D / 32]."""
+    [..., D / 32], or one for each run. runs: features that share a scale, where those are not groups of 32."""
     grouped = _grouped(x)
     levels = 127 if coding == "int8" else 8
     wanted = grouped.abs().amax(-1) / levels
+    if runs:
+        wanted = torch.stack([part.amax(-1) for part in torch.split(wanted, _groups(runs), dim=-1)], dim=-1)
     bits = wanted.float().clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
     codes = (bits + (1 << SCALE_SHIFT) - 1) >> SCALE_SHIFT  # the smallest bytes whose scales are not below
     scales = torch.where(wanted.isfinite(), codes, NOT_FINITE).to(torch.uint8)
-    steps = grouped / _scales(scales).unsqueeze(-1)
+    steps = grouped / _of_groups(_scales(scales), runs).unsqueeze(-1)
     if coding == "int8":
         return steps.round().clamp(-127, 127).to(torch.int8).flatten(-2), scales
     nibbles = (steps.floor() + 8).clamp(0, 15).to(torch.uint8)
@@ -135,21 +180,38 @@ def quantize(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
     return torch.flatten(low | (high << 4), -2), scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, coding: Coding) -> Tensor:
+def _groups(runs: Sequence[int]) -> list[int]:
+    """Return how many groups of 32 each run has."""
+    return [features // GROUP for features in runs]
+
+
+def _of_groups(scales: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return the scale of each group of 32. scales: one of each run."""
+    return scales.repeat_interleave(torch.tensor(_groups(runs), device=scales.device), -1) if runs else scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, coding: Coding, runs: Sequence[int] = ()) -> Tensor:
     """The inverse of `quantize`, still rotated: fp32 [..., D]."""
     if coding == "int8":
         values = _grouped(codes.float())
     else:
         packed = _grouped(codes, GROUP // 2)
         values = torch.cat((packed & 15, packed >> 4), dim=-1).float() - INT4_ZERO
-    return torch.flatten(values * _scales(scales).unsqueeze(-1), -2)
+    return torch.flatten(values * _of_groups(_scales(scales), runs).unsqueeze(-1), -2)
 
 
 def store(layout: PageLayout, page: Tensor, first: int, k: Tensor, v: Tensor) -> None:
     """Put tokens into slots [first, first + T) of a page. page: uint8 [layer_bytes]; k, v [T, KH, D], rotated where the
-    layout is coded."""
+    layout is coded. v is not asked where keys are latents."""
     keys, key_scales, values, value_scales = layout.parts(page)
     slots = slice(first, first + len(k))
+    if isinstance(layout, LatentLayout):
+        if layout.is_dense:
+            keys[:, slots] = k.transpose(0, 1)
+            return
+        codes, scales = quantize(k.float(), layout.keys, layout.runs)
+        keys[:, slots], key_scales[..., slots] = codes.transpose(0, 1), scales.permute(1, 2, 0)
+        return
     if layout.is_dense:
         keys[..., slots], values[:, slots] = k.permute(1, 2, 0), v.transpose(0, 1)
         return
@@ -160,8 +222,14 @@ def store(layout: PageLayout, page: Tensor, first: int, k: Tensor, v: Tensor) ->
 
 
 def load(layout: PageLayout, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """pages uint8 [P, layer_bytes] -> keys and values [KH, P * 64, D]: fp32 and rotated where they are coded."""
+    """pages uint8 [P, layer_bytes] -> keys and values [KH, P * 64, D]: fp32 and rotated where they are coded. Values of
+    latents have `latent_dim` features."""
     keys, key_scales, values, value_scales = layout.parts(pages)
+    if isinstance(layout, LatentLayout):
+        if not layout.is_dense:
+            keys = dequantize(keys, key_scales.movedim(-1, -2), layout.keys, layout.runs)
+        joined = _joined(keys)
+        return joined, joined[..., : layout.latent_dim]
     keys = keys.movedim(-1, -2)  # [P, KH, 64, D]
     if not layout.is_dense:
         keys = dequantize(keys, key_scales.movedim(-1, -2), layout.keys)

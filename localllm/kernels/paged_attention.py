@@ -29,7 +29,8 @@ class LayerPages:
 
 
 def write(kv: LayerPages, past: int, k: Tensor, v: Tensor) -> None:
-    """k, v [T, KH, D] of the tokens behind the first `past`: into their own pages, and into the coded ones."""
+    """k, v [T, KH, D] of the tokens behind the first `past`: into their own pages, and into the coded ones. Of latents
+    v is k."""
     if kv.coded is not None:
         k, v = kv_page.rotated(k), kv_page.rotated(v)
     first_own = past // PAGE_TOKENS
@@ -53,7 +54,7 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D] of the tokens behind the first `past`, whose keys and values are written. sinks: fp32 [H]. Returns
-    [T, H, D].
+    [T, H, features of a value].
 
     A query reads its own page densely and all before it as they are coded, but the first: see `cpu_attention`.
     """
@@ -87,7 +88,7 @@ def _past(kv: LayerPages, q: Tensor) -> tuple[Tensor, Tensor]:
         parts.append(_loaded(kv.coded, coded, q))
     if not parts:
         empty = q.new_empty((kv.dense.num_kv_heads, 0, q.shape[-1]))
-        return empty, empty
+        return empty, empty[..., : kv.dense.value_dim]
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, 1), torch.cat(values, 1)
 

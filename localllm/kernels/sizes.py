@@ -20,6 +20,7 @@ Scores = Literal["softmax", "sigmoid", "chosen", "sparsemixer"]
 
 PAGE_TOKENS = 64
 GROUP = 32  # features of keys and values that share a scale, and that a rotation mixes
+LATENT_SCALES = 2  # of a token's latent, and of its key that rotates
 Coding = Literal["dense", "int8", "int4"]
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 
@@ -115,10 +116,26 @@ CENTRED = tuple(range(-8, 8))  # the table of 4-bit codes that stand for themsel
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one layer keeps of a token: keys and values of so many heads of so many features."""
+    """What one layer keeps of a token: keys and values of so many heads of so many features.
+
+    latent_dim: where it is not 0, so many of the keys' first features are the values, and nothing else is kept.
+    """
 
     num_heads: int
     head_dim: int
+    latent_dim: int = 0
+
+    def page_bytes(self, keys: Coding, values: Coding, item_bytes: int) -> int:
+        """Return the bytes of a page in these codings. item_bytes: of a dense number."""
+        if self.latent_dim:
+            codes, _ = coding_bytes(keys, self.head_dim, item_bytes)
+            return self.num_heads * (codes + (0 if keys == "dense" else LATENT_SCALES * PAGE_TOKENS))
+        return self.num_heads * sum(sum(coding_bytes(each, self.head_dim, item_bytes)) for each in (keys, values))
+
+    @property
+    def can_be_coded(self) -> bool:
+        """Return whether groups of 32 features divide what is rotated together before it is coded."""
+        return self.head_dim % GROUP == 0 == self.latent_dim % GROUP
 
 
 def most_blocks(pairs: int, num_experts: int, block_rows: int) -> int:

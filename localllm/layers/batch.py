@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.sizes import KVShape
-from localllm.layers.config import AttentionConfig
+from localllm.layers.config import KeyValue
 from localllm.layers.native_attention import NativeAttention
 from localllm.layers.rotary import Rotary
 from localllm.layers.segment import Segment
@@ -55,7 +55,7 @@ class Batch:
         """cos, sin [T, 1, rotary_dim] of each of the RoPEs, for all layers: a kernel of a GPU makes its own."""
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
-    def native_attention(self, config: AttentionConfig, layer: int) -> NativeAttention:
+    def native_attention(self, config: KeyValue, layer: int) -> NativeAttention:
         """Return the compiled attention; its tables are made once for all layers with such heads."""
         key = config.num_heads, config.kv_shape
         if key not in self._native:

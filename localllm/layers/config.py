@@ -109,6 +109,58 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention of one layer (MLA, arXiv:2405.04434): all heads make their keys and values of one
+    latent a token, and share a key that rotates.
+
+    query_rank: features that queries pass through, with a norm; None: they are projected at once.
+    plain_dim, shared_dim: features of a query that meet the head's own key, and the shared one.
+    rotary_dim: the leading features of `shared_dim` that rotate. 0: positions are not told.
+    norm_eps: of the norms of queries and latents.
+    """
+
+    num_heads: int
+    query_rank: int | None
+    latent_dim: int
+    plain_dim: int
+    shared_dim: int
+    value_dim: int
+    rope: RopeConfig
+    rotary_dim: int
+    scale: float
+    norm_eps: float = 1e-6
+    has_bias: bool = False  # of what is projected down
+    has_output_bias: bool = False
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(1, self.latent_dim + self.shared_dim, self.latent_dim)
+
+    @property
+    def in_features(self) -> int:
+        """What the first projection makes of a token: the reduced query, the latent, the shared key."""
+        return (self.query_rank or 0) + self.latent_dim + self.shared_dim
+
+    @property
+    def query_features(self) -> int:
+        return self.num_heads * (self.plain_dim + self.shared_dim)
+
+    @property
+    def absorbed_features(self) -> int:
+        """Features of all heads in the space of the latents."""
+        return self.num_heads * self.latent_dim
+
+    @property
+    def heads_features(self) -> int:
+        """The most features of all heads that products by head take or make."""
+        return self.num_heads * max(self.latent_dim, self.plain_dim, self.value_dim)
+
+    @property
+    def mixed_features(self) -> int:
+        return self.num_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class DeltaNetConfig:
     """Gated DeltaNet of one layer: attention whose memory is a matrix a head. See `kernels.delta_rule`.
 
@@ -136,7 +188,8 @@ class DeltaNetConfig:
 
 
 Recurrent = DeltaNetConfig  # keeps a state of its `shape`
-Mixer = AttentionConfig | Recurrent
+KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
+Mixer = KeyValue | Recurrent
 
 
 @dataclass(frozen=True)

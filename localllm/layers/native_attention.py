@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_rope
-from localllm.kernels.cpu_attention import MAX_ROWS, SECTION_PAGES
+from localllm.kernels.cpu_attention import ROW_COUNTS, SECTION_PAGES
 from localllm.kernels.cpu_ir import LANES
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import is_available
-from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, AttentionTables, Words
+from localllm.kernels.cpu_paged import (
+    AttentionPlace,
+    AttentionRoom,
+    AttentionTables,
+    LatentPlace,
+    Words,
+    row_counts_of,
+)
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.layers.config import AttentionConfig
+from localllm.layers.config import AttentionConfig, LatentAttentionConfig
 from localllm.layers.segment import Segment
 
 _HOST = torch.device("cpu")
@@ -45,9 +52,11 @@ class NativeAttention:
         self.layouts = kv.layouts_of(layer)
         self._places = kv.places
         groups = 1 + max(group for group, _ in kv.places)
-        kv_heads, head_dim = self.layouts[0].num_kv_heads, self.layouts[0].head_dim
-        tables = attention_tables(segments, heads, kv_heads, groups, torch.get_num_threads())
-        self._room = AttentionRoom(len(tables.tasks), len(tables.merges), tables.num_parts, kv_heads, head_dim)
+        kv_heads, value_dim = self.layouts[0].num_kv_heads, self.layouts[0].value_dim
+        tables = attention_tables(
+            segments, heads, kv_heads, groups, torch.get_num_threads(), row_counts_of(self.layouts[0])
+        )
+        self._room = AttentionRoom(len(tables.tasks), len(tables.merges), tables.num_parts, kv_heads, value_dim)
         self._room.place(tables)
         self._tokens = [torch.tensor(words) for words in tables.tokens]
         self._rows, self._is_split = tables.rows, tables.is_split
@@ -79,15 +88,35 @@ class NativeAttention:
         Tape([store, *steps]).run()
         return out
 
+    def of_latents(self, queries: Tensor, keys: Tensor, config: LatentAttentionConfig, layer: int) -> Tensor:
+        """queries fp32 [T, H, D], keys fp32 [T, 1, D]: latents and what has rotated, which go to their pages. Returns
+        fp32 [T, H, latent_dim]."""
+        group, row = self._places[layer]
+        absorbed = queries[..., : config.latent_dim].flatten(1)
+        turning = queries[..., config.latent_dim :].flatten(1)
+        out, shape, isa = torch.empty_like(absorbed), torch.tensor([len(queries)]), best_isa()
+        widths, tokens = (turning.shape[1], keys.shape[-1]), self._tokens[group]
+        place = LatentPlace(absorbed, config.num_heads, turning, widths[0], keys, widths[1], out, tokens, row)
+        rows, is_split = self._rows, self._is_split
+        steps = self._room.latent_steps(isa, self.layouts, place, config.scale, rows=rows, is_split=is_split)
+        Tape([place.step(isa, self.layouts, shape), *steps]).run()
+        return out.view(len(queries), config.num_heads, -1)
+
 
 def attention_tables(
-    segments: Sequence[Segment], heads: int, kv_heads: int, groups: int, threads: int
+    segments: Sequence[Segment],
+    heads: int,
+    kv_heads: int,
+    groups: int,
+    threads: int,
+    row_counts: Sequence[int] = ROW_COUNTS,
 ) -> AttentionTables:
-    """heads: of queries; groups: of layers. Where there are too few tasks for the threads, each has one section of its
-    keys: which sections there are does not depend on it, and so neither does a bit of what comes out."""
+    """heads: of queries; groups: of layers; row_counts: those that a kernel's task may have. Where there are too few
+    tasks for the threads, each has one section of its keys: which sections there are does not depend on it, and so
+    neither does a bit of what comes out."""
     group = heads // kv_heads
     longest = max(segment.end - segment.begin for segment in segments)
-    rows = min(MAX_ROWS, 1 << (longest * group - 1).bit_length())
+    rows = next((count for count in row_counts if count >= longest * group), row_counts[-1])
     runs = []
     for segment in segments:
         begin, end = segment.past, segment.past + segment.end - segment.begin

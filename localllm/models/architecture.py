@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from localllm.kernels.sizes import KVShape, StateShape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
+    KeyValue,
+    LatentAttentionConfig,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -72,6 +74,23 @@ class StoredForm:
     delta_rows: DeltaRows = "joined"
     negates_rates: bool = False
     num_extra_layers: int = 0
+
+
+class HeadShape(NamedTuple):
+    """Heads of queries, and of keys and values."""
+
+    num_heads: int
+    kv_shape: KVShape
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's value."""
+        return self.kv_shape.latent_dim or self.kv_shape.head_dim
+
+    @property
+    def features(self) -> int:
+        """Features of a token's queries, and of its keys."""
+        return (self.num_heads + self.kv_shape.num_heads) * self.kv_shape.head_dim
 
 
 @dataclass(frozen=True)
@@ -140,9 +159,20 @@ class ModelConfig:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
 
     @cached_property
-    def keepers(self) -> tuple[AttentionConfig, ...]:
-        """The attention of each layer that keeps keys and values."""
-        return tuple(attention for attention in self.attentions if attention.kv_of_layer is None)
+    def latents(self) -> tuple[LatentAttentionConfig, ...]:
+        """The latent attention of each layer that has any."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LatentAttentionConfig))
+
+    @cached_property
+    def head_shapes(self) -> frozenset[HeadShape]:
+        """The different heads with which layers attend."""
+        return frozenset(HeadShape(each.num_heads, each.kv_shape) for each in self.mixers if isinstance(each, KeyValue))
+
+    @cached_property
+    def keepers(self) -> tuple[KeyValue, ...]:
+        """The mixer of each layer that keeps keys and values, or latents."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if isinstance(mixer, KeyValue) and _is_keeper(mixer))
 
     @cached_property
     def recurrents(self) -> tuple[Recurrent, ...]:
@@ -162,7 +192,7 @@ class ModelConfig:
             return sum(isinstance(each, Recurrent) for each in before)
         if isinstance(mixer, AttentionConfig) and mixer.kv_of_layer is not None:
             return self.kept_number(mixer.kv_of_layer)
-        return sum(isinstance(each, AttentionConfig) and each.kv_of_layer is None for each in before)
+        return sum(isinstance(each, KeyValue) and _is_keeper(each) for each in before)
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -183,12 +213,13 @@ class ModelConfig:
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each of `keepers`."""
-        return tuple(attention.window for attention in self.keepers)
+        return tuple(each.window if isinstance(each, AttentionConfig) else None for each in self.keepers)
 
     @cached_property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The different rotations of the model's layers: each with the features of a head that it turns."""
-        return tuple(dict.fromkeys((attention.rope, attention.rotary_dim) for attention in self.attentions))
+        mixers = [mixer for mixer in self.mixers if isinstance(mixer, KeyValue)]
+        return tuple(dict.fromkeys((mixer.rope, mixer.rotary_dim) for mixer in mixers))
 
     @cached_property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -224,3 +255,7 @@ class ModelConfig:
         """Tokens past which LongRoPE takes its long factors; None for every other scaling."""
         switches = {rope.original_max_position_embeddings for rope in self.ropes if rope.kind == "longrope"}
         return min((length for length in switches if length is not None), default=None)
+
+
+def _is_keeper(mixer: KeyValue) -> bool:
+    return isinstance(mixer, LatentAttentionConfig) or mixer.kv_of_layer is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,8 @@ from localllm.models.layout import (
     SHARED_CHECKSUM,
     BlockLayout,
     Grouped,
+    HeadCut,
+    Interleaved,
     Matrix,
     Record,
     Vector,
@@ -68,6 +71,9 @@ class CheckpointBlocks:
             experts = layout.experts
             of_experts = (experts.matrices(index) for index in range(experts.num_experts)) if experts else ()
             for matrix in itertools.chain(layout.matrices, *of_experts):
+                if (cut := _cut_of(self.checkpoint, matrix)) is not None:
+                    self.checkpoint.expect(*_cut_shape(matrix, cut))
+                    continue
                 for name, rows in _stored_rows(self.checkpoint, matrix, "weight").items():
                     self.checkpoint.expect(name, (rows, matrix.in_features))
                 for name, rows in _stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
@@ -212,6 +218,9 @@ class CheckpointBlocks:
                 for number, ((part, _), rows) in enumerate(parts)
                 for name, tensor in self._quantized(rows, part).items()
             }
+        if (cut := _cut_of(self.checkpoint, matrix)) is not None:
+            with self._blaming(cut.stored):
+                return form.quantize(self._cut_out(matrix, cut))
         rows = _stored_rows(self.checkpoint, matrix, "weight")
         if _keeps_codes(self.checkpoint, rows, form):
             return self._kept(matrix, rows, form)
@@ -228,6 +237,14 @@ class CheckpointBlocks:
                 with self._blaming(name):
                     quantize(part)
             raise
+
+    def _cut_out(self, matrix: Matrix, cut: HeadCut) -> Tensor:
+        """Return a matrix that consists of some rows of each head of another, fp32."""
+        name, shape = _cut_shape(matrix, cut)
+        whole = self.checkpoint.read(name, shape, torch_dtype("float32")).view(cut.heads, cut.rows, -1)
+        count = matrix.in_features if cut.transposes else matrix.out_features // cut.heads
+        own = whole[:, cut.first : cut.first + count]
+        return (own.mT if cut.transposes else own).reshape(matrix.out_features, matrix.in_features)
 
     def _kept(self, matrix: Matrix, stored: Mapping[str, int], form: WeightFormat) -> dict[str, Tensor]:
         """Return the tensors of a matrix whose codes are kept: a part after the other where parts end with a tile, else
@@ -371,6 +388,8 @@ def _slab_of(matrix: Matrix) -> Matrix:
 def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | None) -> int:
     """Return the bytes that are held of a matrix while it is brought into a format, beside what is made of it."""
     N, K = matrix.out_features, matrix.in_features
+    if checkpoint is not None and (cut := _cut_of(checkpoint, matrix)) is not None:
+        return ITEM_BYTES["float32"] * (math.prod(_cut_shape(matrix, cut)[1]) + N * K) + form.working_bytes(K)
     rows = {} if checkpoint is None else _stored_rows(checkpoint, matrix, "weight")
     in_pieces = checkpoint is None or all(map(checkpoint.comes_in_pieces, rows))
     if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
@@ -411,10 +430,16 @@ def _as_computed(stored: Tensor, matrix: Matrix, names: Collection[str]) -> Tens
 def row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
     """Return the stored rows in the order in which they are computed with; None where that is theirs."""
     pairs, groups = matrix.interleaved, matrix.grouped
+    grouped = None
     if groups is not None and groups.rows and not (groups.of_fused and len(names) > 1):
-        return _group_order(groups, matrix.out_features)
+        grouped = _group_order(groups, matrix.out_features)
     if pairs is None or not pairs.rows:
-        return None
+        return grouped
+    order = _pair_order(pairs, matrix.out_features)
+    return order if grouped is None else grouped[order]
+
+
+def _pair_order(pairs: Interleaved, num_rows: int) -> Tensor:
     import torch
 
     features = torch.arange(pairs.head_dim)
@@ -422,7 +447,7 @@ def row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
     features[:half], features[half : 2 * half] = 2 * torch.arange(half), 2 * torch.arange(half) + 1
     heads = torch.arange(pairs.rows // pairs.head_dim)
     order = (heads[:, None] * pairs.head_dim + features).flatten() + pairs.first
-    before, behind = torch.arange(pairs.first), torch.arange(pairs.first + pairs.rows, matrix.out_features)
+    before, behind = torch.arange(pairs.first), torch.arange(pairs.first + pairs.rows, num_rows)
     return torch.cat((before, order, behind))
 
 
@@ -468,6 +493,17 @@ def _read_dtype(stored: Mapping[str, int], form: WeightLayout, checkpoint: Check
     found = {checkpoint.dtype(name) for name in stored}
     # Two types of 16 bits have only fp32 in common.
     return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
+
+
+def _cut_of(checkpoint: Checkpoint, matrix: Matrix) -> HeadCut | None:
+    """Return where a matrix is that is not stored by itself."""
+    return None if matrix.cut is None or checkpoint.has(f"{matrix.stored}.weight") else matrix.cut
+
+
+def _cut_shape(matrix: Matrix, cut: HeadCut) -> tuple[str, tuple[int, int]]:
+    """Return the name and the shape of the tensor that a matrix is cut out of."""
+    columns = matrix.out_features // cut.heads if cut.transposes else matrix.in_features
+    return f"{cut.stored}.weight", (cut.heads * cut.rows, columns)
 
 
 def _stored_rows(checkpoint: Checkpoint, matrix: Matrix, kind: str) -> Mapping[str, int]:

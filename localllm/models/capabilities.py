@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
-from localllm.layers.config import AttentionConfig, MoEConfig
+from localllm.layers.config import AttentionConfig, LatentAttentionConfig, MoEConfig
 from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Sizes, can_be_cut, cut_step
 
@@ -42,9 +42,15 @@ def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
     return (norms_last or not attention.rotates_first) and attention.clip is None and attention.qk_norm != "own"
 
 
+def _is_latent_on_cpu(attention: LatentAttentionConfig) -> bool:
+    """Return whether a CPU's steps know such latent attention: vectors fill each part, tiles each head's values."""
+    parts = attention.latent_dim, attention.shared_dim, attention.rotary_dim
+    return all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
+
+
 def has_one_head_shape(config: ModelConfig) -> bool:
     """Return whether one table of pages and tasks serves all layers, as native programs have it."""
-    return len({(each.kv_shape, each.num_heads) for each in config.attentions}) == 1
+    return len(config.head_shapes) == 1 and not config.latents
 
 
 def has_plain_steps(config: ModelConfig) -> bool:
@@ -54,6 +60,7 @@ def has_plain_steps(config: ModelConfig) -> bool:
         and all(map(_is_plain_on_cpu, config.attentions))
         and all(mlp.is_plain for mlp in config.mlps)
         and all(layer.norm_placement != "parallel" for layer in config.layers)
+        and all(map(_is_latent_on_cpu, config.latents))
         and config.altup is None
         and config.norm_kind == "rms"
         and not config.has_head_bias
@@ -63,19 +70,23 @@ def has_plain_steps(config: ModelConfig) -> bool:
 def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     """Bytes of the buffers of native steps for one more row."""
     hidden, intermediate = config.hidden_size, max(mlp.intermediate_size for mlp in config.mlps)
-    mixed = max(mixer.mixed_features for mixer in config.mixers)
+    heads = max((each.heads_features for each in config.latents), default=0)
+    mixed = max(heads, *(mixer.mixed_features for mixer in config.mixers))
     widest_in = max(hidden, intermediate, mixed)
-    projected = [each.qkv_features for each in config.attentions] + [each.in_features for each in config.recurrents]
+    projected = [each.qkv_features for each in config.attentions]
+    projected += [each.in_features for each in config.latents] + [each.in_features for each in config.recurrents]
     widest_out = max(hidden, *(mlp.wide_features for mlp in config.mlps), *projected)
     group = min(form.weights.columns for form in recipe.formats if form.weights is not None)
     floats = 2 * hidden + widest_out + mixed + 3 * (widest_in // group)
     floats += max((each.gate_features for each in config.recurrents), default=0)
+    floats += max((each.query_features + each.heads_features for each in config.latents), default=0)
     floats += sum(shape.prepared_floats for shape in set(config.state_shapes))
     if config.per_layer is not None:
         floats += 4 * config.num_layers * config.per_layer.features
     floats += 2 * sum(rotary_dim for _, rotary_dim in config.rotations)
     floats += max((_mixture_row_floats(mixture, hidden) for mixture in config.mixtures), default=0)
-    words = len(TOKEN_WORDS) + max(each.num_heads for each in config.attentions) * len(TASK_WORDS) + 1
+    heads = max((each.num_heads for each in config.head_shapes), default=0)
+    words = len(TOKEN_WORDS) + heads * len(TASK_WORDS) + 1
     return 4 * floats + 8 * words + widest_in
 
 

@@ -11,13 +11,14 @@ from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
-from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts
+from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, DeltaShape, KVShape, StatePlace, StateShape
+from localllm.kernels.sizes import TILE, DeltaShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
-from localllm.layers.config import AttentionConfig
+from localllm.layers.config import KeyValue
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
 from localllm.layers.moe import MoE
 from localllm.layers.native_attention import attention_tables
@@ -27,12 +28,11 @@ from localllm.layers.per_layer import INPUTS
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import query_growth
 from localllm.layers.segment import Segment
+from localllm.models.architecture import HeadShape
 from localllm.models.cpu_mixture import ExpertRooms, mixture_of
 from localllm.models.decoder import Block, Decoder
 
 _SEGMENTS = 8  # of a batch, at first
-
-HeadShape = tuple[int, KVShape]  # heads of queries; of keys and values
 
 
 class Attending:
@@ -44,22 +44,24 @@ class Attending:
     def __init__(self, shape: HeadShape, layer: int, rows: int) -> None:
         """layer: one of those with such heads, as caches count them. rows: the most tokens of a forward."""
         self._heads, self._kv = shape
+        self._value_dim = shape.value_dim
         self._layer = layer
-        self.room = AttentionRoom(rows * self._heads, 1, 1, self._kv.num_heads, self._kv.head_dim)
+        self.room = AttentionRoom(rows * self._heads, 1, 1, self._kv.num_heads, shape.value_dim)
         self.rows, self.is_split = 1, False
         self.layouts: Layouts | None = None
 
     def place(self, segments: Sequence[Segment], groups: int) -> AttentionTables:
         """Place a batch; return its tables. groups: of layers."""
         kv_heads, threads = self._kv.num_heads, torch.get_num_threads()
-        tables = attention_tables(segments, self._heads, kv_heads, groups, threads)
+        self.layouts = segments[0].kv.layouts_of(self._layer)
+        row_counts = row_counts_of(self.layouts[0])
+        tables = attention_tables(segments, self._heads, kv_heads, groups, threads, row_counts)
         if not self.room.holds(tables):
             tasks = max(self.room.tasks, 2 * len(tables.tasks))
             sizes = tasks, 2 * len(tables.merges), 2 * tables.num_parts
-            self.room = AttentionRoom(*sizes, kv_heads, self._kv.head_dim)
+            self.room = AttentionRoom(*sizes, kv_heads, self._value_dim)
         self.room.place(tables)
         self.rows, self.is_split = tables.rows, tables.is_split
-        self.layouts = segments[0].kv.layouts_of(self._layer)
         return tables
 
     @property
@@ -103,23 +105,27 @@ class Buffers:
         self.mixtures = {block.name: mixture_of(body, as_rms(block.norm_in)) for block, body in mixtures_of(decoder)}
         self.experts = ExpertRooms(isa, rows, [*self.mixtures.values()]) if self.mixtures else None
         self.groups = layer_groups(config.windows, config.kv_shapes)
-        mixed = max(mixer.mixed_features for mixer in config.mixers)
+        heads = max((each.heads_features for each in config.latents), default=0)
+        mixed = max(heads, *(mixer.mixed_features for mixer in config.mixers))
         padded = rows + MOST_ROWS
         linears = [linear for block in decoder.blocks for linear in block.linears]
-        matrices = [*linears, decoder.head]
+        matrices = [*linears, *(linear for block in decoder.blocks for linear in block.head_linears), decoder.head]
         groups = [part.group for linear in matrices for part in linear.packed_parts]
         self.x = torch.zeros(padded, config.hidden_size)
         self.wide = torch.zeros(padded * max(linear.out_features for linear in linears))  # qkv, gate and up
         self.mixed = torch.zeros(padded * mixed)
         self.y = torch.zeros(padded, config.hidden_size)  # before a norm that follows a body
-        self.activations = Activations(rows, max(linear.in_features for linear in linears), min(groups))
+        widest = max(heads, *(linear.in_features for linear in linears))
+        self.activations = Activations(rows, widest, min(groups))
+        self.queries = torch.zeros(padded * max((each.query_features for each in config.latents), default=0))
+        self.absorbed = torch.zeros(padded * heads)  # queries in the space of latents
         self.token_ids = torch.zeros(rows, dtype=torch.int64)
         self.cos = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
         self.sin = [torch.zeros(rows, rotary.rotary_dim) for rotary in decoder.rotaries]
         # What queries are multiplied by, where positions matter and where they do not.
         self.scales = {(each.scale, each.growth): torch.full((rows,), each.scale) for each in config.attentions}
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
-        bodies = [block.body for block in decoder.blocks if isinstance(block.body, Attention)]
+        bodies = [block.body for block in decoder.blocks if isinstance(block.body, Attention | LatentAttention)]
         layers = {head_shape(body.config): body.layer for body in reversed(bodies)}
         self.attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
         # Of each token and layer what a gate makes, and beside it what is gated.
@@ -157,8 +163,8 @@ class Buffers:
         self.per_layer[: len(batch), :, 1] = batch.carried[INPUTS]
 
 
-def head_shape(config: AttentionConfig) -> HeadShape:
-    return config.num_heads, config.kv_shape
+def head_shape(config: KeyValue) -> HeadShape:
+    return HeadShape(config.num_heads, config.kv_shape)
 
 
 def native_sites(decoder: Decoder) -> tuple[str, ...]:

@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from localllm.kernels import cpu_quantize, cpu_rope, cpu_router
+from localllm.kernels.cpu_heads import by_head_step
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.cpu_paged import AttentionPlace
+from localllm.kernels.cpu_paged import AttentionPlace, LatentPlace
 from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.norm import RMSNorm, as_rms
 from localllm.models.cpu_buffers import head_shape
-from localllm.models.cpu_products import Products, packed_parts
+from localllm.models.cpu_products import Products, packed_parts, required
 
 
-def mixed_steps(write: Products, body: Attention | DeltaNet, norm: RMSNorm | None, norm_eps: float) -> Iterator[Step]:
+def mixed_steps(
+    write: Products, body: Attention | LatentAttention | DeltaNet, norm: RMSNorm | None, norm_eps: float
+) -> Iterator[Step]:
     """Yield the steps from `wide`, which the first product has filled, to `mixed`, which the last one reads.
 
     norm: in front of the block. norm_eps: of the norms of queries and keys.
     """
     if isinstance(body, Attention):
         yield from _attention(write, body, norm_eps)
+    elif isinstance(body, LatentAttention):
+        yield from _latent_attention(write, body, norm)
     else:
         yield from _delta_net(write, body, norm)
 
@@ -71,6 +77,32 @@ def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[St
             x_stride=stride,
             y_stride=gates,
         )
+
+
+def _latent_attention(write: Products, body: LatentAttention, norm: RMSNorm | None) -> Iterator[Step]:
+    room, config, H = write.room, body.config, body.config.num_heads
+    rank, stride = config.query_rank or 0, config.in_features
+    k_up, v_up = required(body.k_up), required(body.v_up)
+    if body.q_norm is None:
+        yield write.quantize(body.q_proj, room.x, norm)
+    else:
+        yield write.quantize(body.q_proj, room.wide, body.q_norm, stride)
+    yield from write.multiply(body.q_proj, room.queries, adds=False)
+    attending = room.attending[head_shape(config)]
+    assert attending.layouts is not None, "a batch was placed"
+    group, index = write.page_place(body.layer)
+    turning, width = room.queries[H * config.plain_dim :], config.query_features
+    latents, tokens = room.wide[rank:], room.tokens[group]
+    place = LatentPlace(room.absorbed, H, turning, width, latents, stride, room.mixed, tokens, index)
+    norms = body.latent_norm.weight, body.latent_norm.eps
+    rotation = (room.cos[body.rotation], room.sin[body.rotation]) if config.rotary_dim else None
+    yield place.step(write.isa, attending.layouts, room.activations.shape, rotation, norms)
+    yield write.quantize_columns(k_up, room.queries, H * config.plain_dim, width)
+    yield by_head_step(write.isa, room.activations, k_up, H, write.block_rows, room.absorbed)
+    rows, is_split, layouts = attending.rows, attending.is_split, attending.layouts
+    yield from attending.room.latent_steps(write.isa, layouts, place, config.scale, rows=rows, is_split=is_split)
+    yield write.quantize_columns(v_up, room.mixed, config.absorbed_features)
+    yield by_head_step(write.isa, room.activations, v_up, H, write.block_rows, room.mixed)
 
 
 def _delta_net(write: Products, body: DeltaNet, norm: RMSNorm | None) -> Iterator[Step]:

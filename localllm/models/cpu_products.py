@@ -40,12 +40,24 @@ class Products:
             first += rows
         yield from self.adapters(linear, group, room.wide)
 
-    def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Step:
-        return self.quantize_for(required(linear), x, norm)
+    def page_place(self, layer: int) -> tuple[int, int]:
+        """Return the group of a layer with keys and values, and its number there."""
+        groups = enumerate(self.room.groups)
+        return next((number, layers.index(layer)) for number, layers in groups if layer in layers)
 
-    def quantize_for(self, matrix: PackedMatrix, x: Tensor, norm: RMSNorm | None) -> Step:
+    def quantize(self, linear: Linear, x: Tensor, norm: RMSNorm | None, stride: int = 0) -> Step:
+        """stride: floats of a row of x, where it has more than the matrix has columns."""
+        return self.quantize_for(required(linear), x, norm, stride)
+
+    def quantize_columns(self, matrix: PackedMatrix, x: Tensor, features: int, stride: int = 0) -> Step:
+        """Quantize the first `features` of x, which are several times the columns of a matrix."""
+        kernel = cpu_quantize.quantize(self.isa, matrix.group, "plain")
+        return self.room.activations.quantize(kernel, x, matrix.group, features, stride=stride or features)
+
+    def quantize_for(self, matrix: PackedMatrix, x: Tensor, norm: RMSNorm | None, stride: int = 0) -> Step:
         kernel = cpu_quantize.quantize(self.isa, matrix.group, "plain" if norm is None else "norm")
         rest: dict[str, Tensor | int] = {} if norm is None else {"weight": norm.weight, "eps": float_bits(norm.eps)}
+        rest["stride"] = stride or matrix.in_features
         return self.room.activations.quantize(kernel, x, matrix.group, matrix.in_features, **rest)
 
     def multiply(self, linear: Linear, y: Tensor, *, adds: bool) -> Iterator[Step]:

@@ -76,6 +76,11 @@ class CpuProgram:
                 for block in decoder.blocks
                 for linear in block.linears
             )
+            and all(
+                (packed := packed_matrix(linear)) is not None and packed.tiles * TILE == linear.out_features
+                for block in decoder.blocks
+                for linear in block.head_linears
+            )
         )
 
     def logits(

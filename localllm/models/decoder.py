@@ -19,6 +19,7 @@ from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.altup import AltUpEnd, AltUpStart
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
@@ -43,7 +44,7 @@ class Block:
     """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | Recurrent | MLP | SplitMLP | MoE
+    body: Attention | LatentAttention | Recurrent | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
@@ -57,6 +58,11 @@ class Block:
     def linears(self) -> tuple[Linear, ...]:
         """Every matrix that every token is multiplied by, but those that choose and that make inputs of layers."""
         return (*self.body.linears, *(() if self.per_layer_gate is None else self.per_layer_gate.linears))
+
+    @property
+    def head_linears(self) -> tuple[Linear, ...]:
+        """Matrices of which each head is multiplied by its own rows."""
+        return self.body.head_linears if isinstance(self.body, LatentAttention) else ()
 
     @property
     def is_usual(self) -> bool:
@@ -153,7 +159,7 @@ class Decoder:
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """The device on which the keys and values of each layer that has them are used."""
-        return tuple(block.device for block in self.blocks if isinstance(block.body, Attention) and block.body.keeps)
+        return tuple(block.device for block in self.blocks if keeps_pages(block.body))
 
     @cached_property
     def state_devices(self) -> tuple[torch.device, ...]:
@@ -226,6 +232,11 @@ class Decoder:
         wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted, batches)
+
+
+def keeps_pages(body: object) -> bool:
+    """Return whether a body has keys and values of its own, or latents."""
+    return isinstance(body, LatentAttention) or (isinstance(body, Attention) and body.keeps)
 
 
 def without(decoder: Decoder, names: frozenset[str]) -> Decoder:

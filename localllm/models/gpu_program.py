@@ -344,8 +344,8 @@ class GpuProgram:
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
-        attention = self.decoder.config.attentions[0]
-        tokens = task_tokens(attention.num_heads // attention.num_kv_heads, rows)
+        attentions = self.decoder.config.attentions
+        tokens = task_tokens(attentions[0].num_heads // attentions[0].num_kv_heads if attentions else 1, rows)
         groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
         return table_shape(batch, rows, pages, groups, tokens, keeps_states=self._keeps_states), tokens
 

@@ -68,10 +68,15 @@ def _formats(checkpoint: Checkpoint, layout: BlockLayout) -> Iterator[tuple[Matr
 def _format(checkpoint: Checkpoint, matrix: Matrix) -> WeightLayout:
     beside = _BESIDE_EMBEDDING if matrix.role == "embedding" else _BESIDE
     found = [(checkpoint.kept(name) or beside, rows) for name, rows in _stored(checkpoint, matrix).items()]
+    if not found:
+        return beside
     runs = [(form, sum(rows for _, rows in run)) for form, run in itertools.groupby(found, key=lambda part: part[0])]
     return runs[0][0] if len(runs) == 1 else StackedLayout(tuple(runs))
 
 
 def _stored(checkpoint: Checkpoint, matrix: Matrix) -> Mapping[str, int]:
+    """Return the names and rows under which a matrix is stored; none where it is cut out of another."""
     parts = {f"{name}.weight": rows for name, rows in matrix.parts.items()}
+    if matrix.cut is not None and not any(map(checkpoint.has, parts)):
+        return {}
     return checkpoint.stored_rows(f"{matrix.stored}.weight", parts)

@@ -49,6 +49,21 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class HeadCut:
+    """Where a matrix is found that a checkpoint does not store under its own name: of each head some rows of another.
+
+    stored: of the other. heads, rows: how many, and of each. first: of a head's rows, from which on they are this
+    matrix's. transposes: they are columns here, and the other's columns the rows of a head.
+    """
+
+    stored: str
+    heads: int
+    rows: int
+    first: int
+    transposes: bool = False
+
+
+@dataclass(frozen=True)
 class Matrix:
     """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused, and
     are multiplied by `scale` when they are read."""
@@ -62,6 +77,7 @@ class Matrix:
     interleaved: Interleaved | None = None
     grouped: Grouped | None = None
     scale: float = 1.0
+    cut: HeadCut | None = None
 
     @property
     def out_features(self) -> int:

@@ -11,9 +11,18 @@ from torch import Tensor
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, Mixer, MLPConfig, MoEConfig, PerLayerConfig
+from localllm.layers.config import (
+    AttentionConfig,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    Mixer,
+    MLPConfig,
+    MoEConfig,
+    PerLayerConfig,
+)
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Embedding, Linear, RowLookup
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE, MoENorms
@@ -269,10 +278,12 @@ def _feed_forward(loaded: _Loaded, config: MLPConfig | MoEConfig) -> MLP | Split
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | DeltaNet:
+def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | LatentAttention | DeltaNet:
     number = loaded.parts.config.kept_number(layer)
     if isinstance(config, AttentionConfig):
         return _attention(loaded, config, number)
+    if isinstance(config, LatentAttentionConfig):
+        return _latent_attention(loaded, config, number)
     return _delta_net(loaded, config, number)
 
 
@@ -282,6 +293,23 @@ def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet
     weights = DeltaWeights(conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"], config.beta_scale, eps)
     inside, gates, outside = (loaded.linear(name) for name in ("in_proj", "gates_proj", "out_proj"))
     return DeltaNet(config, number, inside, gates, outside, weights)
+
+
+def _latent_attention(loaded: _Loaded, config: LatentAttentionConfig, number: int) -> LatentAttention:
+    tensors, eps = loaded.block.tensors, config.norm_eps
+    rotation = loaded.parts.config.rotations.index((config.rope, config.rotary_dim))
+    return LatentAttention(
+        config=config,
+        layer=number,
+        rotation=rotation,
+        in_proj=loaded.linear("in_proj"),
+        q_proj=loaded.linear("q_proj"),
+        k_up=loaded.linear("k_up"),
+        v_up=loaded.linear("v_up"),
+        o_proj=loaded.linear("o_proj"),
+        q_norm=None if config.query_rank is None else RMSNorm(tensors["q_norm"], eps),
+        latent_norm=RMSNorm(tensors["latent_norm"], eps),
+    )
 
 
 def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attention:

@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.layers.config import AttentionConfig, Mixer, MLPConfig, MoEConfig
+from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mixer, MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import add_to_digest
@@ -94,8 +94,11 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
 
 
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
-    if not isinstance(mixer, AttentionConfig):
+    if isinstance(mixer, DeltaNetConfig):
         return {"delta_net": dataclasses.asdict(mixer.shape)}
+    if isinstance(mixer, LatentAttentionConfig):
+        sizes = ("num_heads", "query_rank", "latent_dim", "plain_dim", "shared_dim", "value_dim")
+        return {name: getattr(mixer, name) for name in (*sizes, "has_bias", "has_output_bias")}
     entry: dict[str, object] = {
         "num_heads": mixer.num_heads,
         "num_kv_heads": mixer.num_kv_heads,

@@ -14,6 +14,7 @@ from localllm.layers.config import (
     Activation,
     AttentionConfig,
     DeltaNetConfig,
+    KeyValue,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -39,7 +40,7 @@ MAX_LAYERS = 1024
 MAX_HIDDEN = 1 << 17
 MAX_INTERMEDIATE = 1 << 20
 MAX_HEADS = 2048
-_MAX_HEAD_DIM = 2048
+MAX_HEAD_DIM = 2048
 MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
@@ -141,7 +142,7 @@ def read_attentions(
     kinds = (FULL,) * num_layers(fields) if kinds is None else tuple(kinds)
     heads, kv_heads, head_dim = _heads(fields)
     rotary_dim = _rotary_dim(fields, head_dim, rotates_partially=rotates_partially)
-    rotations = _ropes(fields, ropes or rope_sections(fields), rotary_dim, rope_kinds)
+    rotations = read_ropes(fields, ropes or rope_sections(fields), rotary_dim, rope_kinds)
     traits = {"scale": head_dim**-0.5, **traits}
     full = AttentionConfig(heads, kv_heads, head_dim, rotations[FULL], rotary_dim, **traits)
     by_kind = {FULL: full}
@@ -225,8 +226,8 @@ def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
     shape = DeltaShape(
         key_heads=key_heads,
         value_heads=value_heads,
-        key_dim=fields.integer("linear_key_head_dim", 1, _MAX_HEAD_DIM),
-        value_dim=fields.integer("linear_value_head_dim", 1, _MAX_HEAD_DIM),
+        key_dim=fields.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
+        value_dim=fields.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
         conv_width=fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV_WIDTH),
     )
     return DeltaNetConfig(shape, **traits)
@@ -238,7 +239,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     kv_heads = fields.optional_integer("num_key_value_heads", 1, MAX_HEADS) or heads
     if heads % kv_heads:
         raise fields.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_dim, hidden = fields.optional_integer("head_dim", 1, _MAX_HEAD_DIM), hidden_size(fields)
+    head_dim, hidden = fields.optional_integer("head_dim", 1, MAX_HEAD_DIM), hidden_size(fields)
     if head_dim is None and hidden % heads:
         raise fields.refuse("num_attention_heads", f"a divisor of hidden_size = {hidden}")
     return heads, kv_heads, head_dim or hidden // heads
@@ -254,9 +255,10 @@ def _rotary_dim(fields: Fields, head_dim: int, *, rotates_partially: bool) -> in
     return rotary_dim
 
 
-def _ropes(
+def read_ropes(
     fields: Fields, sections: Mapping[str, Fields], rotary_dim: int, kinds: Mapping[str, RopeKind]
 ) -> dict[str, RopeConfig]:
+    """Return the rotation of full layers, and of those with a window."""
     theta = fields.optional_number("rope_theta", 1e-3, 1e15)
     context = RopeContext(
         rotary_dim=rotary_dim,
@@ -324,7 +326,7 @@ def read_shared(fields: Fields, count: str, **traits: Any) -> MLPConfig | None:
     return replace(one, intermediate_size=shared * one.intermediate_size) if shared else None
 
 
-def grouped_layers(fields: Fields, attentions: Sequence[AttentionConfig], num_dense: int) -> list[LayerConfig]:
+def grouped_layers(fields: Fields, attentions: Sequence[KeyValue], num_dense: int) -> list[LayerConfig]:
     """Return layers as DeepSeek's files describe them: the first num_dense are dense, the others choose by groups."""
     experts = read_mlp(fields, "moe_intermediate_size")
     moe = MoEConfig(grouped_router(fields), experts, read_shared(fields, "n_shared_experts"))
