@@ -78,15 +78,17 @@ def _store(k: Kernel, dense: LatentLayout, coded: LatentLayout | None, token: Va
         return
     with k.when(position.compare("uge", PAGE_TOKENS)):  # a sequence's first page stays dense
         page = token.load(PTR, 8).at(position / PAGE_TOKENS * 8).load(PTR, 8).at(layer * coded.layer_bytes)
-        row, scales = page.at(slot * (coded.sizes[0] // PAGE_TOKENS)), page.at(coded.sizes[0]).at(slot)
+        row, scales = page.at(slot * 4), page.at(coded.sizes[0]).at(slot)
         first = at = 0
         for run, features in enumerate(coded.runs):
             own_vectors = turned[first : first + features // LANES]
             code, parts = cpu_kv.coded_run(k, own_vectors, coded.keys)
             scales.at(PAGE_TOKENS * run).store(code.convert("trunc", "i8"), 1)
             for part in parts:
-                row.at(at).store(part, 1)
-                at += LANES
+                words = part.convert("bitcast", vector_of(I32, LANES // 4))
+                for n in range(LANES // 4):
+                    row.at(4 * PAGE_TOKENS * (at + n)).store(k.lane(words, n))
+                at += LANES // 4
             first += len(own_vectors)
 
 
@@ -240,7 +242,7 @@ class _Task:
         with k.range(k.i64(0), k.i64(2 * PAGE_TOKENS), LANES) as n:
             self.scales.at(n * 4).store(cpu_kv.scales(part.at(layout.sizes[0]).at(n)), 64)
         with k.range(k.i64(0), count) as token:
-            row, target = part.at(token * row_bytes), self.keys.at(token * (4 * self.D))
+            row, target = part.at(token * 4), self.keys.at(token * (4 * self.D))
             ends = layout.latent_dim, layout.head_dim
             for run, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
                 scale = self.scales.at(token * 4).at(4 * PAGE_TOKENS * run).load(F32).splat()
@@ -253,9 +255,15 @@ class _Task:
     def _codes(self, layout: LatentLayout, row: Value, at: Value) -> list[Value]:
         """The codes of a group of 32 features."""
         if layout.keys == "int8":
-            return [row.at(at).at(LANES * i).load(cpu_kv.BYTES, 1).convert("sitofp", F32V) for i in range(2)]
-        words = row.at(at / 2).load(cpu_kv.BYTES, 1).convert("zext", I32V)
+            return [self._bytes(row.at(at * PAGE_TOKENS), n).convert("sitofp", F32V) for n in range(2)]
+        words = self._bytes(row.at(at * (PAGE_TOKENS // 2)), 0).convert("zext", I32V)
         return [part.convert("sitofp", F32V) - INT4_ZERO for part in (words & 15, words >> 4)]
+
+    def _bytes(self, row: Value, number: int) -> Value:
+        """16 bytes of a token, four of which lie side by side."""
+        quads = [row.at(4 * PAGE_TOKENS * (4 * number + n)).load(vector_of("i8", 4), 1) for n in range(4)]
+        low, high = self.k.shuffle(quads[0], quads[1], [*range(8)]), self.k.shuffle(quads[2], quads[3], [*range(8)])
+        return self.k.shuffle(low, high, [*range(16)])
 
     def score(self, count: Value) -> None:
         """scores[t] = the rows' queries . key of token t. Tokens behind `count` have any."""

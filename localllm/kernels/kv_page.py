@@ -93,8 +93,9 @@ class PageLayout:
 @dataclass(frozen=True)
 class LatentLayout(PageLayout):
     """One layer's part of a page of latents (arXiv:2405.04434): keys [64, D], whose first `latent_dim` features are the
-    values too, and in a coded page scales [2, 64], of the latent and of the features behind it. One head, which all
-    heads of queries share; the coding of values is not asked."""
+    values too. In a coded page, four bytes of a token lie beside four of the next one, [bytes / 4, 64, 4], as dot
+    products of bytes take them; behind them are scales [2, 64], of the latent and of the features behind it.
+    One head, which all heads of queries share; the coding of values is not asked."""
 
     latent_dim: int
 
@@ -113,11 +114,14 @@ class LatentLayout(PageLayout):
         return self.latent_dim, self.head_dim - self.latent_dim
 
     def parts(self, pages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """pages uint8 [..., layer_bytes] -> views: keys [..., 1, 64, columns], scales [..., 1, 2, 64], and nothing."""
+        """pages uint8 [..., layer_bytes] -> views: keys [..., 1, 64, D], or codes [..., 1, 64, bytes / 4, 4] and scales
+        [..., 1, 2, 64], and nothing."""
         heads = pages.view(*pages.shape[:-1], 1, self.head_bytes)
         keys, scales, values, value_scales = torch.split(heads, list(self.sizes), dim=-1)
-        shaped = _shaped(scales, LATENT_SCALES, PAGE_TOKENS) if scales.shape[-1] else scales
-        return _shaped(self._typed(keys, self.keys), PAGE_TOKENS, -1), shaped, values, value_scales
+        if self.is_dense:
+            return _shaped(self._typed(keys, self.keys), PAGE_TOKENS, -1), scales, values, value_scales
+        codes = self._typed(keys, self.keys).view(*keys.shape[:-1], -1, PAGE_TOKENS, 4).transpose(-3, -2)
+        return codes, _shaped(scales, LATENT_SCALES, PAGE_TOKENS), values, value_scales
 
 
 def layout_of(shape: KVShape, keys: Coding, values: Coding, dtype: torch.dtype) -> PageLayout:
@@ -210,7 +214,8 @@ def store(layout: PageLayout, page: Tensor, first: int, k: Tensor, v: Tensor) ->
             keys[:, slots] = k.transpose(0, 1)
             return
         codes, scales = quantize(k.float(), layout.keys, layout.runs)
-        keys[:, slots], key_scales[..., slots] = codes.transpose(0, 1), scales.permute(1, 2, 0)
+        keys[:, slots] = codes.transpose(0, 1).unflatten(-1, (-1, 4))
+        key_scales[..., slots] = scales.permute(1, 2, 0)
         return
     if layout.is_dense:
         keys[..., slots], values[:, slots] = k.permute(1, 2, 0), v.transpose(0, 1)
@@ -227,7 +232,7 @@ def load(layout: PageLayout, pages: Tensor) -> tuple[Tensor, Tensor]:
     keys, key_scales, values, value_scales = layout.parts(pages)
     if isinstance(layout, LatentLayout):
         if not layout.is_dense:
-            keys = dequantize(keys, key_scales.movedim(-1, -2), layout.keys, layout.runs)
+            keys = dequantize(keys.flatten(-2), key_scales.movedim(-1, -2), layout.keys, layout.runs)
         joined = _joined(keys)
         return joined, joined[..., : layout.latent_dim]
     keys = keys.movedim(-1, -2)  # [P, KH, 64, D]
