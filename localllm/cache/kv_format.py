@@ -48,14 +48,20 @@ class KVFormat:
             return sum(count * shape.page_bytes(keys, values, item_bytes) for shape, count in shapes.items())
 
         coded = None if self.keys == "dense" else page_bytes(self.keys, self.values)
-        return KVSizes(page_bytes("dense", "dense"), coded)
+        own = sum(count * shape.page_bytes(*self._own(shape), item_bytes) for shape, count in shapes.items())
+        return KVSizes(own, coded)
+
+    def _own(self, shape: KVShape) -> tuple[Coding, Coding]:
+        """Return the codings of the pages that stay dense beside coded ones: of latents, whose kernels multiply bytes,
+        they are INT8."""
+        return ("int8", "int8") if shape.latent_dim and self.keys != "dense" else ("dense", "dense")
 
     def layouts(self, shape: KVShape, dtype: torch.dtype) -> tuple[PageLayout, PageLayout | None]:
         """Return the layouts of dense pages, and of coded ones where there are any. dtype: what the model computes
         in."""
         from localllm.kernels.kv_page import layout_of
 
-        dense = layout_of(shape, "dense", "dense", dtype)
+        dense = layout_of(shape, *self._own(shape), dtype)
         return dense, None if self.keys == "dense" else layout_of(shape, self.keys, self.values, dtype)
 
 

@@ -68,7 +68,7 @@ def attention_source(
     return k
 
 
-class _State:
+class MixState:
     """Per row: the mixed values so far, not yet divided by the sum of the weights, and the largest score."""
 
     def __init__(self, k: Kernel, head_dim: int, rows: int) -> None:
@@ -84,7 +84,7 @@ class _State:
         with k.range(k.i64(0), k.i64(self.rows * self.vectors)) as i:
             self.mixed.at(i * 64).store(k.f32v(0), 64)
 
-    def merge(self, other: _State) -> None:
+    def merge(self, other: MixState) -> None:
         """Both, as if their keys had been seen together."""
         with self.k.range(self.k.i64(0), self.k.i64(self.rows)) as r:
             places = self.peaks.at(r * 4), self.totals.at(r * 4), self.mixed.at(r * (64 * self.vectors))
@@ -128,7 +128,7 @@ class _Task:
         self.scores = k.stack(F32V, rows * RUN_PAGES * PAGE_TOKENS // LANES)  # [R, keys of a run]
         at_once = rows * self._groups_a_step  # [groups, R, 64]: the weights times the scales of a group's values
         self.weighted = k.stack(F32V, at_once * PAGE_TOKENS // LANES)
-        self.section, self.whole = _State(k, self.D, rows), _State(k, self.D, rows)
+        self.section, self.whole = MixState(k, self.D, rows), MixState(k, self.D, rows)
         self.shrink = k.stack(F32, rows)
         self.lows, self.highs = k.stack(I64, rows), k.stack(I64, rows)  # the keys that a row sees, both included
 

@@ -26,6 +26,11 @@ class Isa:
     max_rows: int
 
     @property
+    def can_have_tiles(self) -> bool:
+        """Return whether kernels may use `cpu_tiles`, if this CPU has them."""
+        return self.name == "avx512-vnni"
+
+    @property
     def multiplies_whole_bytes(self) -> bool:
         """Return whether `dot` takes any unsigned byte; else 15 is the most, as pairs of products must fit 16 bits."""
         return self.name in ("avx512-vnni", "avx-vnni")

@@ -68,28 +68,34 @@ def _store(k: Kernel, dense: LatentLayout, coded: LatentLayout | None, token: Va
     """Write a token's features into its own page, and into the coded one, if there is one."""
     layer = k.arg.layer
     own, position = token.at(8).load(PTR, 8), token.at(24).load(I64, 8)
-    slot = position % PAGE_TOKENS
     turned = vectors if coded is None else cpu_kv.rotated(k, vectors)
-    size = dense.dtype.itemsize
-    row = own.at(layer * token.at(16).load(I64, 8)).at(slot * (dense.head_dim * size))
-    for i, vector in enumerate(turned):
-        row.at(i * LANES * size).store(vector if size == 4 else cpu_math.to_bf16(k, vector), 2)
+    _store_in(k, dense, own.at(layer * token.at(16).load(I64, 8)), position % PAGE_TOKENS, turned)
     if coded is None:
         return
-    with k.when(position.compare("uge", PAGE_TOKENS)):  # a sequence's first page stays dense
+    with k.when(position.compare("uge", PAGE_TOKENS)):  # a sequence's first page is kept as its own
         page = token.load(PTR, 8).at(position / PAGE_TOKENS * 8).load(PTR, 8).at(layer * coded.layer_bytes)
-        row, scales = page.at(slot * 4), page.at(coded.sizes[0]).at(slot)
-        first = at = 0
-        for run, features in enumerate(coded.runs):
-            own_vectors = turned[first : first + features // LANES]
-            code, parts = cpu_kv.coded_run(k, own_vectors, coded.keys)
-            scales.at(PAGE_TOKENS * run).store(code.convert("trunc", "i8"), 1)
-            for part in parts:
-                words = part.convert("bitcast", vector_of(I32, LANES // 4))
-                for n in range(LANES // 4):
-                    row.at(4 * PAGE_TOKENS * (at + n)).store(k.lane(words, n))
-                at += LANES // 4
-            first += len(own_vectors)
+        _store_in(k, coded, page, position % PAGE_TOKENS, turned)
+
+
+def _store_in(k: Kernel, layout: LatentLayout, part: Value, slot: Value, vectors: list[Value]) -> None:
+    if layout.is_dense:
+        size = layout.dtype.itemsize
+        row = part.at(slot * (layout.head_dim * size))
+        for i, vector in enumerate(vectors):
+            row.at(i * LANES * size).store(vector if size == 4 else cpu_math.to_bf16(k, vector), 2)
+        return
+    row, scales = part.at(slot * 4), part.at(layout.sizes[0]).at(slot)
+    first = at = 0
+    for run, features in enumerate(layout.runs):
+        own_vectors = vectors[first : first + features // LANES]
+        code, parts = cpu_kv.coded_run(k, own_vectors, layout.keys)
+        scales.at(PAGE_TOKENS * run).store(code.convert("trunc", "i8"), 1)
+        for bytes_ in parts:
+            words = bytes_.convert("bitcast", vector_of(I32, LANES // 4))
+            for n in range(LANES // 4):
+                row.at(4 * PAGE_TOKENS * (at + n)).store(k.lane(words, n))
+            at += LANES // 4
+        first += len(own_vectors)
 
 
 def attention_source(isa: Isa, dense: LatentLayout, coded: LatentLayout | None, rows: int) -> Kernel:
@@ -213,17 +219,24 @@ class _Task:
     def unpack(self, page: Value, count: Value) -> None:
         """Bring the first `count` tokens of a page into `keys`, fp32 [64, D]."""
         k, address = self.k, self.pages.at(page * 8).load(PTR, 8)
-        own = page.compare("eq", self.own_page)
-        if self.coded is None:
-            self._unpack_dense(own.choose(self.own, address.at(k.arg.layer * self.dense.layer_bytes)), count)
+        is_own = page.compare("eq", self.own_page)
+        kept = is_own.choose(self.own, address.at(k.arg.layer * self.dense.layer_bytes))
+        later = self.pages.at(k.smaller(page + 1, self.own_page) * 8).load(PTR, 8)
+        if self.coded is None or self.coded == self.dense:
+            self._unpack(self.dense, kept, count, later)
             return
-        is_dense = own | page.compare("eq", 0)
-        with k.when(is_dense):
-            self._unpack_dense(own.choose(self.own, address.at(k.arg.layer * self.dense.layer_bytes)), count)
-        with k.when(is_dense ^ True):
-            begin = k.arg.layer * self.coded.layer_bytes
-            later = self.pages.at(k.smaller(page + 1, self.own_page) * 8).load(PTR, 8)
-            self._unpack_coded(self.coded, address.at(begin), count, later.at(begin))
+        is_kept = is_own | page.compare("eq", 0)
+        with k.when(is_kept):
+            self._unpack(self.dense, kept, count, later)
+        with k.when(is_kept ^ True):
+            self._unpack(self.coded, address.at(k.arg.layer * self.coded.layer_bytes), count, later)
+
+    def _unpack(self, layout: LatentLayout, part: Value, count: Value, later: Value) -> None:
+        """later: the next page, which is fetched meanwhile."""
+        if layout.is_dense:
+            self._unpack_dense(part, count)
+        else:
+            self._unpack_coded(layout, part, count, later.at(self.k.arg.layer * layout.layer_bytes))
 
     def _unpack_dense(self, part: Value, count: Value) -> None:
         k = self.k

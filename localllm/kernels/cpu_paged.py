@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_attention, cpu_latent
+from localllm.kernels import cpu_attention, cpu_latent, cpu_latent_int8
 from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 NO_WINDOW = 1 << 40
@@ -94,7 +95,11 @@ class AttentionRoom:
         """Return the steps that attend to latents, as `steps` does to keys and values. scale: of the queries."""
         dense, coded = latent_layouts(layouts)
         shared: dict[str, Tensor | int] = {"out": place.out, "parts": self._parts, "group": place.num_heads}
-        yield cpu_latent.attention(isa, dense, coded, rows).step(
+        if coded is not None and isa.multiplies_whole_bytes:
+            kernel = cpu_latent_int8.attention(isa, dense, coded, rows, has_tiles=isa.can_have_tiles and has_tiles())
+        else:
+            kernel = cpu_latent.attention(isa, dense, coded, rows)
+        yield kernel.step(
             absorbed=place.absorbed,
             turning=place.turning,
             tasks=self._tasks,

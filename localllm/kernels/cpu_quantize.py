@@ -91,7 +91,7 @@ def _gated(k: Kernel, glu: Glu, value: Value, up: Value | None) -> Value:
 def _store(k: Kernel, values: list[Value], group_rows: Value, row: Value, block_rows: Value) -> None:
     """A row's group: its codes, scale, bias and offset. group_rows: rows of all groups before this one."""
     a = k.arg
-    scale, inverse = _scales(k, values)
+    scale, inverse = int8_scales(k, values)
     codes = [k.unary("rint", value * inverse.splat()).convert("fptosi", I32V) for value in values]
     sums = codes[0]
     for code in codes[1:]:
@@ -119,7 +119,7 @@ def inverse_rms(k: Kernel, x: Value, features: Value) -> Value:
     return k.constant(F32, 1.0) / k.unary("sqrt", mean + eps)
 
 
-def _scales(k: Kernel, values: list[Value]) -> tuple[Value, Value]:
+def int8_scales(k: Kernel, values: list[Value]) -> tuple[Value, Value]:
     """x_scale, and what x is multiplied by: 127 / largest |x|."""
     peaks, not_finite = k.unary("fabs", values[0]), values[0] * 0.0
     for value in values[1:]:

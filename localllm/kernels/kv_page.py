@@ -214,7 +214,7 @@ def store(layout: PageLayout, page: Tensor, first: int, k: Tensor, v: Tensor) ->
             keys[:, slots] = k.transpose(0, 1)
             return
         codes, scales = quantize(k.float(), layout.keys, layout.runs)
-        keys[:, slots] = codes.transpose(0, 1).unflatten(-1, (-1, 4))
+        keys[:, slots] = codes.transpose(0, 1).view(1, len(k), -1, 4)
         key_scales[..., slots] = scales.permute(1, 2, 0)
         return
     if layout.is_dense:
