@@ -58,6 +58,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe",
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
+        "lfm2": "lfm2",
+        "lfm2_moe": "lfm2_moe",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",

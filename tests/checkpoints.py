@@ -210,6 +210,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | ROUTED),
     "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 32, "v_head_dim": None}),
     "minicpm3-plain": ("minicpm3", LATENT | {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32}),
+    "lfm2-odd": (
+        "lfm2",
+        {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}
+        | {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        EXPERTS | {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm2_moe-odd": (
+        "lfm2_moe",
+        EXPERTS
+        | {"layer_types": ["full_attention", "conv", "conv", "conv"], "num_dense_layers": 2, "use_expert_bias": False}
+        | {"conv_bias": True, "conv_L_cache": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma3n-odd": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.sizes import DeltaShape, Glu, KVShape, RouterConfig
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, KVShape, RouterConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -187,7 +187,32 @@ class DeltaNetConfig:
         return self.shape.channels + self.shape.value_features
 
 
-Recurrent = DeltaNetConfig  # keeps a state of its `shape`
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A short convolution between two gates, in place of attention. See `kernels.short_conv`.
+
+    has_bias: of the convolution and of both projections.
+    """
+
+    shape: ConvShape
+    has_bias: bool = False
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.channels
+
+    @property
+    def gate_features(self) -> int:
+        """What is made of a token in fp32."""
+        return 0
+
+    @property
+    def in_features(self) -> int:
+        """What the projection makes of a token: the gate in front, the one behind, and what they are gates of."""
+        return 3 * self.shape.channels
+
+
+Recurrent = DeltaNetConfig | ShortConvConfig  # keeps a state of its `shape`
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
 Mixer = KeyValue | Recurrent
 
