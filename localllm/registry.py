@@ -60,6 +60,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "olmo_hybrid": "olmo_hybrid",
         "lfm2": "lfm2",
         "lfm2_moe": "lfm2_moe",
+        "lfm3": "lfm3",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",

@@ -212,7 +212,7 @@ def attention(
         history = AttentionHistory(_empty((rows, 4), torch.int32), _empty((rows, 32), torch.int64))
         q = _empty((rows, H, D))
         outs: list[Tensor | Codes] = [_empty((rows, H * D)), *codes_of_heads(rows, H, D, groups)]
-        gate = _empty((rows, H * D)) if heads.has_gate else None
+        gate = _empty((rows, heads.gate_features)) if heads.gate_features else None
         sinks = _empty((H,)) if heads.has_sinks else None
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
@@ -272,6 +272,7 @@ OTHER_HEADS = (
     Heads(window=300, softcap=50.0, has_norms=True),
     Heads(head_dim=256),
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
+    Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
 OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
 

@@ -57,6 +57,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
             "softcap": 5.0 if each.softcap is not None else None,
             "has_norms": each.qk_norm == "head",
             "has_gate": each.has_output_gate,
+            "gates_heads": each.gates_heads,
             "has_sinks": each.has_sinks,
             "has_growth": each.growth is not None,
             "rotary": each.rotary_dim / each.head_dim,
@@ -96,5 +97,5 @@ def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
 
 def _kind(each: AttentionConfig) -> tuple[Any, ...]:
     heads = each.kv_shape, each.num_heads, each.rotary_dim
-    ends = each.softcap, each.qk_norm, each.has_output_gate, each.has_sinks, each.growth is not None
+    ends = each.softcap, each.qk_norm, each.gate_features, each.has_sinks, each.growth is not None
     return each.window is not None, *heads, *ends

@@ -278,7 +278,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
         sinks=body.sinks,
-        gate=gate if config.has_output_gate else None,
+        gate=gate if config.gate_features else None,
     )
     run_all(launches)
     return mixed

@@ -73,13 +73,13 @@ def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[St
     rows, is_split = attending.rows, attending.is_split
     yield from attending.room.steps(write.isa, attending.layouts, place, rows=rows, is_split=is_split)
     if gates:
-        yield cpu_quantize.sigmoid_gate(write.isa).step(
+        yield cpu_quantize.sigmoid_gate(write.isa, D if config.gates_heads else 1).step(
             x=room.wide,
             y=room.mixed,
             shape=room.activations.shape,
-            features=gates,
+            features=H * D,
             x_stride=stride,
-            y_stride=gates,
+            y_stride=H * D,
         )
 
 

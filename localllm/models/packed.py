@@ -109,7 +109,12 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
         "output_bias": mixer.has_output_bias,
         "qk_norm": mixer.qk_norm,
     }
-    own = {"output_gate": mixer.has_output_gate, "sinks": mixer.has_sinks, "value_from_key": mixer.value_from_key}
+    own = {
+        "output_gate": mixer.has_output_gate,
+        "head_gates": mixer.gates_heads,
+        "sinks": mixer.has_sinks,
+        "value_from_key": mixer.value_from_key,
+    }
     own["shares_kv"] = mixer.kv_of_layer is not None
     return entry | {name: value for name, value in own.items() if value}
 

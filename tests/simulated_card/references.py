@@ -363,6 +363,11 @@ def _rotated(x: Tensor, norm: Tensor | None, positions: Tensor, rope: Rope) -> T
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine, rest), -1)
 
 
+def _gated_heads(mixed: Tensor, gate: Tensor, heads: int) -> Tensor:
+    """mixed [T, H * D], gate [T, H * D] or [T, H]"""
+    return (mixed.view(len(mixed), heads, -1) * gate.float().sigmoid().view(len(mixed), heads, -1)).flatten(1)
+
+
 def _attend(
     card: SimulatedCard,
     q: Tensor,
@@ -401,7 +406,7 @@ def _attend(
         )
         mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
         mixed = mixed.flatten(1)
-        mixed = mixed if gate is None else mixed * gate[first : first + count].float().sigmoid()
+        mixed = mixed if gate is None else _gated_heads(mixed, gate[first : first + count], len(q[0]))
         all_mixed[first : first + count] = mixed
     if isinstance(out, Codes):
         _write_codes(all_mixed, out)
