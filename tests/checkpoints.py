@@ -42,6 +42,7 @@ LONGROPE = {
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+LFM2 = {"layer_types": ["conv", "full_attention"] * 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 # The vision model of each.
 _DEEPSTACK = VISION | {"deepstack_visual_indexes": [0]}
@@ -210,6 +211,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | ROUTED),
     "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 32, "v_head_dim": None}),
     "minicpm3-plain": ("minicpm3", LATENT | {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
+    "lfm2": ("lfm2", LFM2 | {"block_multiple_of": 32}),
+    "lfm2-odd": (
+        "lfm2",
+        {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}
+        | {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        EXPERTS | LFM2 | {"num_dense_layers": 1},
+    ),
+    "lfm2_moe-odd": (
+        "lfm2_moe",
+        EXPERTS
+        | {"layer_types": ["full_attention", "conv", "conv", "conv"], "num_dense_layers": 2, "use_expert_bias": False}
+        | {"conv_bias": True, "conv_L_cache": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": False},
+    ),
+    "lfm3": ("lfm3", {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 9}),
+    "lfm3-odd": (
+        "lfm3",
+        {"layer_types": ["sliding_attention", "conv", "full_attention", "conv"], "use_attention_gate": False}
+        | {"use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "conv_L_cache": 4, "head_dim": 16}
+        | {"hidden_size": 52, "num_key_value_heads": 1, "sliding_window": 13},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma3n-odd": (

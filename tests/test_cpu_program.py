@@ -47,6 +47,7 @@ GEMMA4 = {
     "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 10.0,
 }  # fmt: skip
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+CONVS = ["conv", "full_attention", "conv"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -72,6 +73,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **HYBRID},
     "qwen3_next": {"model_type": "qwen3_next", "shared_expert_intermediate_size": 64, **HYBRID, **EXPERTS},
+    "lfm2": {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": CONVS, "conv_bias": True},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": CONVS,
+        "num_dense_layers": 1,
+        **EXPERTS,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "num_attention_heads": 16,
+    },
     "olmo_hybrid": {
         "model_type": "olmo_hybrid",
         **HYBRID,

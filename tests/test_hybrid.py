@@ -23,7 +23,7 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
 
-FAMILIES = {"qwen3_5": "int4", "qwen3_next": "int8", "olmo_hybrid": "fp32"}
+FAMILIES = {"qwen3_5": "int4", "qwen3_next": "int8", "olmo_hybrid": "fp32", "lfm2": "int4", "lfm2_moe": "int8"}
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
 
 

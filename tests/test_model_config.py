@@ -516,6 +516,51 @@ def test_a_hybrid_is_read_layer_by_layer() -> None:
     assert len(every_second.attentions) == len(every_second.recurrents) == 3
 
 
+LFM2: dict[str, Any] = {"model_type": "lfm2", **SMALL}
+
+
+def test_short_convolutions_stand_where_no_attention_is_listed() -> None:
+    """The older keys count before the newer ones."""
+    listed = parse_config(LFM2 | {"full_attn_idxs": [1, 4], "tie_embedding": False}, "a test's config")
+    assert [layer.mixer in listed.recurrents for layer in listed.layers] == [True, False, True, True, False, True]
+    assert not listed.tie_word_embeddings and listed.recurrents[0].shape.conv_width == 3
+    newer = parse_config(LFM2 | {"full_attn_idxs": [1], "layer_types": ["conv", FULL] * 3}, "a test's config")
+    assert len(newer.attentions) == 3 and not parse_config(LFM2, "a test's config").recurrents
+    mlps = [{"block_ff_dim": 1000}, {"block_ff_dim": 1000, "block_ffn_dim_multiplier": None}]
+    plain = {"block_ff_dim": 1000, "block_auto_adjust_ff_dim": False}
+    widths = [parse_config(LFM2 | each, "a test's config").mlps[0].intermediate_size for each in (*mlps, plain)]
+    assert widths == [768, 666, 1000]
+
+
+def test_every_fourth_layer_of_lfm3_attends_to_all_and_one_to_a_window() -> None:
+    usual = parse_config({"model_type": "lfm3", **SMALL, "num_hidden_layers": 8}, "a test's config")
+    kinds = [None if mixer in usual.recurrents else mixer.window for mixer in (x.mixer for x in usual.layers)]
+    assert kinds == [None, None, None, None, 256, None, None, None]
+    assert [layer.mixer in usual.recurrents for layer in usual.layers] == [1, 1, 0, 1, 0, 1, 0, 1]
+    assert [mixer.rope.kind for mixer in usual.attentions] == ["proportional", "default", "proportional"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layer_types": ["conv"] * 6}, "at least one layer of full_attention"),
+        ({"layer_types": ["conv", "linear_attention"] * 3}, "linear_attention"),
+        ({"full_attn_idxs": [6]}, "numbers of layers below num_hidden_layers = 6"),
+        ({"full_attn_idxs": [True]}, "full_attn_idxs"),
+        ({"conv_L_cache": 1}, "conv_L_cache"),
+        ({"conv_L_cache": 9}, "conv_L_cache"),
+        ({"conv_bias": 1}, "conv_bias"),
+        ({"tie_embedding": "no"}, "tie_embedding"),
+        ({"intermediate_size": 1, "block_ffn_dim_multiplier": None}, "intermediate_size"),
+        ({"norm_eps": -1.0}, "norm_eps"),
+    ],
+)
+def test_short_convolutions_that_are_not_usable_are_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as refused:
+        parse_config(LFM2 | keys, "a test's config")
+    assert said in f"{refused.value.what} {refused.value.why}"
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -31,7 +31,7 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
 from localllm.kernels.delta_rule import DeltaWeights
-from localllm.kernels.gpu import activations, check_cases, delta, embedding, low_rank, rope, routing, sample
+from localllm.kernels.gpu import activations, check_cases, delta, embedding, low_rank, rope, routing, sample, short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import (
     FEW_PREFILL_ROWS,
@@ -44,7 +44,7 @@ from localllm.kernels.gpu.attention import (
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
-from localllm.kernels.gpu.check_cases import CODED, DELTAS, FP4, GLUS, GROUPS, INT8, ROUTERS, weights_of
+from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, ROUTERS, weights_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
@@ -55,11 +55,13 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.sizes import (
     CENTRED,
     INT8_GROUP,
     STATE_WORDS,
     TILE,
+    ConvShape,
     DeltaShape,
     Glu,
     RouterConfig,
@@ -210,7 +212,7 @@ def attention(
         history = AttentionHistory(_empty((rows, 4), torch.int32), _empty((rows, 32), torch.int64))
         q = _empty((rows, H, D))
         outs: list[Tensor | Codes] = [_empty((rows, H * D)), *codes_of_heads(rows, H, D, groups)]
-        gate = _empty((rows, H * D)) if heads.has_gate else None
+        gate = _empty((rows, heads.gate_features)) if heads.gate_features else None
         sinks = _empty((H,)) if heads.has_sinks else None
         qkv = _empty((rows, H + 2 * KH, D))
         qkv = qkv if sections > 1 else qkv.to(dtype)  # of many rows, as the library's product gives them
@@ -248,6 +250,19 @@ def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], Non
         yield from delta.mix(wide, gates, out, tables, weights, shape, place)
 
 
+def convs(shape: ConvShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
+    """Yield the launches of a short convolution, with a bias and without one, as `deltas` does."""
+    rows, bias = 2, _empty((shape.channels,))
+    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    weights = ConvWeights(_empty((shape.conv_width, shape.channels)))
+    wide, floats = _empty((rows, 3 * shape.channels)), _empty((rows, shape.channels))
+    place, block = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes), short_conv.block_of(shape)
+    yield short_conv.convolve(wide.bfloat16(), floats, tables, weights, shape, place)
+    outs: list[Tensor | Codes] = [floats, *codes_of_heads(rows, shape.channels // block, block, groups)]
+    for out in outs:
+        yield short_conv.convolve(wide, out, tables, replace(weights, bias=bias), shape, place)
+
+
 OTHER_HEADS = (
     Heads(head_dim=64, window=128, has_sinks=True),
     Heads(head_dim=96, has_growth=True),
@@ -257,6 +272,7 @@ OTHER_HEADS = (
     Heads(window=300, softcap=50.0, has_norms=True),
     Heads(head_dim=256),
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
+    Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
 OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
 
@@ -277,6 +293,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     yield from adapters(torch.float32)
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)
+    for conv in CONVS[:1] if is_brief else CONVS:
+        yield from convs(conv)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
     for heads in () if is_brief else OTHER_HEADS:
@@ -300,6 +318,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from adapters(dtype)
     for shape in DELTAS[:1] if is_brief else (*DELTAS[:1], *OTHER_DELTAS):
         yield from deltas(shape)
+    for conv in CONVS[:1] if is_brief else CONVS:
+        yield from convs(conv)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
     for heads in () if is_brief else OTHER_HEADS:

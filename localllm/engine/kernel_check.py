@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.kernels.sizes import DeltaShape, Weights
+from localllm.kernels.sizes import ConvShape, DeltaShape, Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_packed, is_plain
@@ -57,6 +57,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
             "softcap": 5.0 if each.softcap is not None else None,
             "has_norms": each.qk_norm == "head",
             "has_gate": each.has_output_gate,
+            "gates_heads": each.gates_heads,
             "has_sinks": each.has_sinks,
             "has_growth": each.growth is not None,
             "rotary": each.rotary_dim / each.head_dim,
@@ -71,9 +72,11 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
     if mixtures and is_packed(recipe):
         ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in mixtures)]
         ways["expert_biases"] = list(dict.fromkeys(each.expert.has_bias for each in mixtures))
-    deltas = [shape for shape in dict.fromkeys(config.state_shapes) if isinstance(shape, DeltaShape)]
-    if any(shape.fills_vectors for shape in deltas):
-        ways["deltas"] = [asdict(shape) for shape in deltas if shape.fills_vectors]
+    shapes = [shape for shape in dict.fromkeys(config.state_shapes) if shape.fills_vectors]
+    if deltas := [asdict(shape) for shape in shapes if isinstance(shape, DeltaShape)]:
+        ways["deltas"] = deltas
+    if convs := [asdict(shape) for shape in shapes if isinstance(shape, ConvShape)]:
+        ways["convs"] = convs
     return CheckScope.of(ways)
 
 
@@ -94,5 +97,5 @@ def _kinds(config: ModelConfig) -> Iterable[AttentionConfig]:
 
 def _kind(each: AttentionConfig) -> tuple[Any, ...]:
     heads = each.kv_shape, each.num_heads, each.rotary_dim
-    ends = each.softcap, each.qk_norm, each.has_output_gate, each.has_sinks, each.growth is not None
+    ends = each.softcap, each.qk_norm, each.gate_features, each.has_sinks, each.growth is not None
     return each.window is not None, *heads, *ends

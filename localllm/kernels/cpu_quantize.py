@@ -156,21 +156,22 @@ def norm_source(*, adds: bool) -> Kernel:
     return k
 
 
-def sigmoid_gate_source() -> Kernel:
-    """y *= sigmoid(x), fp32, x_stride and y_stride floats a row. shape: a pointer to {T}. Threads share out the
-    rows."""
+def sigmoid_gate_source(each: int) -> Kernel:
+    """y *= sigmoid(x), fp32, x_stride and y_stride floats a row; an x is of so many features of y: 1, or whole vectors.
+    shape: a pointer to {T}. Threads share out the rows."""
     k = Kernel("sigmoid_gate", "x y shape | features x_stride y_stride")
     a = k.arg
     begin, end = k.share(a.shape.load(I64, 8))
     with k.range(begin, end) as row, k.range(k.i64(0), a.features, LANES) as i:
-        x, y = a.x.at((row * a.x_stride + i) * 4), a.y.at((row * a.y_stride + i) * 4)
-        y.store(y.load(F32V) * cpu_math.sigmoid(k, x.load(F32V)))
+        x, y = a.x.at((row * a.x_stride + i / each) * 4), a.y.at((row * a.y_stride + i) * 4)
+        gate = x.load(F32V) if each == 1 else x.load(F32).splat()
+        y.store(y.load(F32V) * cpu_math.sigmoid(k, gate))
     return k
 
 
 @cache
-def sigmoid_gate(isa: Isa) -> Native:
-    return compile_kernel(sigmoid_gate_source(), isa)
+def sigmoid_gate(isa: Isa, each: int = 1) -> Native:
+    return compile_kernel(sigmoid_gate_source(each), isa)
 
 
 @cache

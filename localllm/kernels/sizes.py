@@ -292,5 +292,33 @@ class DeltaShape(StateShape):
         return self.value_heads * self.key_dim * self.value_dim
 
 
+@dataclass(frozen=True)
+class ConvShape(StateShape):
+    """A layer of nothing but a short convolution: what it keeps of a sequence are rows alone.
+
+    channels: features that the convolution sees. conv_width: tokens, the last one included.
+    """
+
+    channels: int
+    conv_width: int = 3
+
+    @property
+    def heads(self) -> int:
+        return 0
+
+    @property
+    def matrix_floats(self) -> int:
+        return 0
+
+    @property
+    def row_floats(self) -> int:
+        """What is kept of a token is what the convolution sees."""
+        return self.channels
+
+    @property
+    def fills_vectors(self) -> bool:
+        return self.channels % TILE == 0
+
+
 def _rounded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

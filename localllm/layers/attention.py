@@ -63,9 +63,10 @@ class Attention:
         if config.growth is not None:
             q = qk[:, :H] * query_growth(config.growth, batch.positions).view(T, 1, 1)
             qk = torch.cat((q.to(qk.dtype), qk[:, H:]), dim=1)
-        mixed = self._mixed(qk, v, batch).reshape(T, H * D)
-        mixed = mixed * gate.sigmoid() if config.has_output_gate else mixed
-        return adapted(self.o_proj, mixed, batch)
+        mixed = self._mixed(qk, v, batch).reshape(T, H, D)
+        if config.gate_features:  # of each feature, or one of each head
+            mixed = mixed * gate.sigmoid().view(T, H, -1)
+        return adapted(self.o_proj, mixed.flatten(1), batch)
 
     def _mixed(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Rotated queries and keys [T, H + KH, D], values [T, KH, D]; keys and values, if there are any, go to their

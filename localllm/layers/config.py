@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.sizes import DeltaShape, Glu, KVShape, RouterConfig
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, KVShape, RouterConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -54,6 +54,7 @@ class AttentionConfig:
     has_sinks: each head has one more logit, which takes a share of the attention and has no value (arXiv:2309.17453).
     growth: queries are multiplied by more the longer what is in front of them.
     has_output_gate: what is attended to is multiplied by the sigmoid of as many more rows of the projection.
+    gates_heads: by that of one more row for each head.
     value_from_key: the values are the keys as they are projected.
     norms_values: by the root mean square of each head.
     kv_of_layer: the layer whose keys and values are attended to; None: its own.
@@ -76,6 +77,7 @@ class AttentionConfig:
     has_bias: bool = False  # of q, k, v
     has_output_bias: bool = False
     has_output_gate: bool = False
+    gates_heads: bool = False
     value_from_key: bool = False
     norms_values: bool = False
     kv_of_layer: int | None = None
@@ -97,6 +99,8 @@ class AttentionConfig:
     @property
     def gate_features(self) -> int:
         """Rows of the projection that come before those of queries, keys and values."""
+        if self.gates_heads:
+            return self.num_heads
         return self.mixed_features if self.has_output_gate else 0
 
     @property
@@ -187,7 +191,32 @@ class DeltaNetConfig:
         return self.shape.channels + self.shape.value_features
 
 
-Recurrent = DeltaNetConfig  # keeps a state of its `shape`
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A short convolution between two gates, in place of attention. See `kernels.short_conv`.
+
+    has_bias: of the convolution and of both projections.
+    """
+
+    shape: ConvShape
+    has_bias: bool = False
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.channels
+
+    @property
+    def gate_features(self) -> int:
+        """What is made of a token in fp32."""
+        return 0
+
+    @property
+    def in_features(self) -> int:
+        """What the projection makes of a token: the gate in front, the one behind, and what they are gates of."""
+        return 3 * self.shape.channels
+
+
+Recurrent = DeltaNetConfig | ShortConvConfig  # keeps a state of its `shape`
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
 Mixer = KeyValue | Recurrent
 

@@ -14,13 +14,13 @@ from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
-from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import HOST, place_of, tables_of
 from localllm.layers.segment import Segment
+from localllm.layers.state_rows import state_rows
 
 
 @dataclass(eq=False)
@@ -60,7 +60,8 @@ class DeltaNet:
             return adapted(self.out_proj, mixed.to(x.dtype), batch)
         z = wide[:, shape.channels :].reshape(len(x), shape.value_heads, shape.value_dim)
         raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=-1)
-        mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])
+        parts = (state_rows(each, shape, self.layer, raw[each.begin : each.end]) for each in batch.segments)
+        mixed = torch.cat([mix(rows, self.weights) for rows in parts])
         mixed = gated_norm(mixed, z, self.weights).flatten(1).to(x.dtype)
         return adapted(self.out_proj, mixed, batch)
 
@@ -71,11 +72,3 @@ class DeltaNet:
         places = {"wide": wide, "gates": gates, "mixed": mixed}
         Tape(room.steps(best_isa(), self.weights, place, stride=wide.shape[1], **places)).run()
         return mixed
-
-    def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
-        store = segment.kv.state
-        assert store is not None, "its layer keeps a state"
-        end = segment.past + len(raw)
-        state = LayerState(self.config.shape, store.states.layer(self.layer))
-        snapshots = {position: each.layer(self.layer) for position, each in store.due.items()}
-        return mix(StateRows(state, raw, segment.past, min(store.committed, end), snapshots), self.weights)

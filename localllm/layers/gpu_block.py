@@ -1,5 +1,5 @@
-"""Attention, Gated DeltaNet and MLP blocks on a GPU by fused kernels: what `Block` computes by operators, with a
-residual in fp32.
+"""Attention, Gated DeltaNet, short convolutions and MLP blocks on a GPU by fused kernels: what `Block` computes by
+operators, with a residual in fp32.
 
 A packed matrix is multiplied with activations in INT8 that the norm, the gate or the attention before it wrote; one in
 another format by the library, with activations in the model's dtype.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu import activations, delta, product
+from localllm.kernels.gpu import activations, delta, product, short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
@@ -21,7 +21,7 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, logits_of
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import Glu
+from localllm.kernels.sizes import Glu, StatePlace
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
@@ -31,6 +31,8 @@ from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
+from localllm.layers.recurrent import Recurrent
+from localllm.layers.short_conv import ShortConv
 from localllm.quant.stacked import Stacked
 
 
@@ -181,7 +183,7 @@ def run_mlp(
 
 
 def run_block(
-    body: Attention | DeltaNet | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
+    body: Attention | Recurrent | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
 ) -> None:
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None
@@ -189,6 +191,8 @@ def run_block(
         y = run_mlp(body, x, norm_in, forward, into)
     elif isinstance(body, DeltaNet):
         y = adapted_product(body.out_proj, _taken_in(body, norm_in, x, forward), forward, into=into)
+    elif isinstance(body, ShortConv):
+        y = adapted_product(body.out_proj, _convolved(body, norm_in, x, forward), forward, into=into)
     else:
         qkv = adapted_product(body.qkv_proj, x, forward, norm=norm_in)
         y = adapted_product(body.o_proj, _mixed(body, qkv, forward), forward, into=into)
@@ -207,11 +211,24 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
         forward.adapters.add(body.gates_proj.name, floats_of(x, x.shape[1], norm), gates)
     wide = adapted_product(body.in_proj, x, forward, norm=norm)
     out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
+    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, _place(body, forward)))
+    return out
+
+
+def _convolved(body: ShortConv, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor | Codes:
+    """Do as `_taken_in` with a short convolution."""
+    shape, wide = body.config.shape, adapted_product(body.in_proj, x, forward, norm=norm)
+    block = short_conv.block_of(shape)
+    out = _before(body.out_proj, len(x), shape.channels // block, block, forward)
+    short_conv.convolve(wide, out, forward.tables.states, body.weights, shape, _place(body, forward)).run()
+    return out
+
+
+def _place(body: Recurrent, forward: GpuForward) -> StatePlace:
+    """Return where a layer's part of the states begins, which is the same in every sequence."""
     store = forward.batch.segments[0].kv.state
     assert store is not None, "its layer keeps a state"
-    place = store.place(body.layer)  # the same one in every sequence
-    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, place))
-    return out
+    return store.place(body.layer)
 
 
 def _before(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:
@@ -261,7 +278,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
         sinks=body.sinks,
-        gate=gate if config.has_output_gate else None,
+        gate=gate if config.gate_features else None,
     )
     run_all(launches)
     return mixed

@@ -7,5 +7,6 @@ last of which are in front and behind; and `exact_linears`, those that are read 
 from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.short_conv import ShortConv
 
-Recurrent = DeltaNet
+Recurrent = DeltaNet | ShortConv

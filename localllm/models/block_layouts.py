@@ -18,6 +18,7 @@ from localllm.layers.config import (
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    ShortConvConfig,
 )
 from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement
 from localllm.models.layout import (
@@ -199,6 +200,8 @@ def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
         return _delta_net(layer, config, around)
     if isinstance(config, LatentAttentionConfig):
         return _latent_attention(layer, config, around)
+    if isinstance(config, ShortConvConfig):
+        return _short_conv(layer, config, around)
     return _attention(layer, config, around)
 
 
@@ -338,6 +341,23 @@ def _delta_projections(config: DeltaNetConfig, net: str, model: ModelConfig) -> 
 def _delta_rows(shape: DeltaShape) -> dict[str, int]:
     keys = shape.key_heads * shape.key_dim
     return {"q": keys, "k": keys, "v": shape.value_features}
+
+
+def _short_conv(layer: int, config: ShortConvConfig, around: Around) -> BlockLayout:
+    stored, hidden, bias = f"{around.prefix}.conv", around.model.hidden_size, config.has_bias
+    taps, channels = config.shape.conv_width, config.shape.channels
+    inside, outside = f"{stored}.in_proj", f"{stored}.out_proj"
+    matrices = (
+        Matrix("in_proj", inside, {inside: config.in_features}, hidden, bias),
+        Matrix("out_proj", outside, {outside: hidden}, channels, bias, scale=around.model.residual_scale),
+    )
+    vectors = (
+        *around.norms(ATTENTION_NORMS),
+        Vector("conv", f"{stored}.conv.weight", taps * channels, is_norm_weight=False, taps=taps),
+    )
+    if bias:
+        vectors += (Vector("conv_bias", f"{stored}.conv.bias", channels, is_norm_weight=False),)
+    return BlockLayout(f"layers.{layer}.attention", matrices, vectors)
 
 
 def _mlp(layer: int, config: MLPConfig, around: Around) -> BlockLayout:

@@ -179,7 +179,7 @@ class CheckpointBlocks:
         """Return the channels of each part of a convolution: transformers cuts them where it saves a model, into equal
         ones, whatever each was."""
         parts, channels = dict(vector.parts), vector.features // vector.taps
-        if not all(map(self.checkpoint.has, parts)):
+        if not parts or not all(map(self.checkpoint.has, parts)):
             return {vector.stored: channels}
         found = {name: self.checkpoint.shape(name)[0] for name in parts}
         return found if sum(found.values()) == channels else parts

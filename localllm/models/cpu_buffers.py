@@ -12,9 +12,10 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
+from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, DeltaShape, StatePlace, StateShape
+from localllm.kernels.sizes import TILE, ConvShape, DeltaShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.config import KeyValue
@@ -77,8 +78,9 @@ class StateRooms:
         """shapes: of each layer. rows, segments, snapshots: of a batch, at most."""
         self.shapes, self._rows = tuple(shapes), rows
         self._tables = StateTables(rows, segments, snapshots)
-        deltas = [shape for shape in dict.fromkeys(shapes) if isinstance(shape, DeltaShape)]
-        self.deltas = {shape: DeltaRoom(shape, self._tables) for shape in deltas}
+        each = dict.fromkeys(shapes)
+        self.deltas = {shape: DeltaRoom(shape, self._tables) for shape in each if isinstance(shape, DeltaShape)}
+        self.convs = {shape: ConvRoom(shape, self._tables) for shape in each if isinstance(shape, ConvShape)}
 
     def placed(self, segments: Sequence[PlacedStates]) -> StateRooms:
         """Place these segments in this room, or in another one where they need more than it has; return which."""

@@ -12,12 +12,14 @@ from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.norm import RMSNorm, as_rms
+from localllm.layers.recurrent import Recurrent
+from localllm.layers.short_conv import ShortConv
 from localllm.models.cpu_buffers import head_shape
 from localllm.models.cpu_products import Products, packed_parts, required
 
 
 def mixed_steps(
-    write: Products, body: Attention | LatentAttention | DeltaNet, norm: RMSNorm | None, norm_eps: float
+    write: Products, body: Attention | LatentAttention | Recurrent, norm: RMSNorm | None, norm_eps: float
 ) -> Iterator[Step]:
     """Yield the steps from `wide`, which the first product has filled, to `mixed`, which the last one reads.
 
@@ -27,6 +29,8 @@ def mixed_steps(
         yield from _attention(write, body, norm_eps)
     elif isinstance(body, LatentAttention):
         yield from _latent_attention(write, body, norm)
+    elif isinstance(body, ShortConv):
+        yield from _short_conv(write, body)
     else:
         yield from _delta_net(write, body, norm)
 
@@ -69,13 +73,13 @@ def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[St
     rows, is_split = attending.rows, attending.is_split
     yield from attending.room.steps(write.isa, attending.layouts, place, rows=rows, is_split=is_split)
     if gates:
-        yield cpu_quantize.sigmoid_gate(write.isa).step(
+        yield cpu_quantize.sigmoid_gate(write.isa, D if config.gates_heads else 1).step(
             x=room.wide,
             y=room.mixed,
             shape=room.activations.shape,
-            features=gates,
+            features=H * D,
             x_stride=stride,
-            y_stride=gates,
+            y_stride=H * D,
         )
 
 
@@ -129,3 +133,9 @@ def _delta_net(write: Products, body: DeltaNet, norm: RMSNorm | None) -> Iterato
         gates=room.gates,
         mixed=room.mixed,
     )
+
+
+def _short_conv(write: Products, body: ShortConv) -> list[Step]:
+    room, stride = write.room, body.in_proj.out_features
+    place, convs = room.states.place(body.layer), room.states.convs[body.config.shape]
+    return convs.steps(write.isa, body.weights, place, wide=room.wide, stride=stride, mixed=room.mixed)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.delta_rule import DeltaWeights
+from localllm.kernels.short_conv import ConvWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
 from localllm.layers.config import (
@@ -19,6 +20,7 @@ from localllm.layers.config import (
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    ShortConvConfig,
 )
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
@@ -28,7 +30,9 @@ from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
+from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import Rotary
+from localllm.layers.short_conv import ShortConv
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.block_source import BlockSource
@@ -278,13 +282,21 @@ def _feed_forward(loaded: _Loaded, config: MLPConfig | MoEConfig) -> MLP | Split
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | LatentAttention | DeltaNet:
+def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | LatentAttention | Recurrent:
     number = loaded.parts.config.kept_number(layer)
     if isinstance(config, AttentionConfig):
         return _attention(loaded, config, number)
     if isinstance(config, LatentAttentionConfig):
         return _latent_attention(loaded, config, number)
+    if isinstance(config, ShortConvConfig):
+        return _short_conv(loaded, config, number)
     return _delta_net(loaded, config, number)
+
+
+def _short_conv(loaded: _Loaded, config: ShortConvConfig, number: int) -> ShortConv:
+    tensors, shape = loaded.block.tensors, config.shape
+    weights = ConvWeights(tensors["conv"].view(shape.conv_width, shape.channels), tensors.get("conv_bias"))
+    return ShortConv(config, number, loaded.linear("in_proj"), loaded.linear("out_proj"), weights)
 
 
 def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet:

@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mixer, MLPConfig, MoEConfig
+from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mixer, MLPConfig, MoEConfig, ShortConvConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import add_to_digest
@@ -94,6 +94,8 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
 
 
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
+    if isinstance(mixer, ShortConvConfig):
+        return {"short_conv": dataclasses.asdict(mixer)}
     if isinstance(mixer, DeltaNetConfig):
         return {"delta_net": dataclasses.asdict(mixer.shape)}
     if isinstance(mixer, LatentAttentionConfig):
@@ -107,7 +109,12 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
         "output_bias": mixer.has_output_bias,
         "qk_norm": mixer.qk_norm,
     }
-    own = {"output_gate": mixer.has_output_gate, "sinks": mixer.has_sinks, "value_from_key": mixer.value_from_key}
+    own = {
+        "output_gate": mixer.has_output_gate,
+        "head_gates": mixer.gates_heads,
+        "sinks": mixer.has_sinks,
+        "value_from_key": mixer.value_from_key,
+    }
     own["shares_kv"] = mixer.kv_of_layer is not None
     return entry | {name: value for name, value in own.items() if value}
 

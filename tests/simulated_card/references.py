@@ -7,7 +7,7 @@ that Triton's interpreter does. Sums are of integers or in fp64, so that a row's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from localllm.kernels.gpu import (
     rope,
     routing,
     sample,
+    short_conv,
 )
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
@@ -39,7 +40,9 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig, StatePlace
+from localllm.kernels.short_conv import ConvWeights
+from localllm.kernels.short_conv import convolve as convolve_by_reference
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, RouterConfig, StatePlace, StateShape
 from tests.simulated_card.device import SimulatedCard
 
 
@@ -144,20 +147,51 @@ def _delta_mix(
     place: StatePlace,
 ) -> None:
     mixed = torch.zeros(len(wide), shape.value_features)
+    raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=1)
+    for begin, end, rows in _state_rows(card, raw, tables, shape, place):
+        o = delta_rule.mix(rows, weights)
+        z = wide[begin:end, shape.channels :].reshape(o.shape)
+        mixed[begin:end] = delta_rule.gated_norm(o, z, weights).flatten(1)
+    _write(mixed, out)
+
+
+def _convolve(
+    card: SimulatedCard,
+    wide: Tensor,
+    out: Tensor | Codes,
+    tables: DeltaTables,
+    weights: ConvWeights,
+    shape: ConvShape,
+    place: StatePlace,
+) -> None:
+    front, behind, value = wide.float().chunk(3, dim=1)
+    mixed = torch.zeros(len(wide), shape.channels)
+    for begin, end, rows in _state_rows(card, front * value, tables, shape, place):
+        mixed[begin:end] = behind[begin:end] * convolve_by_reference(rows, weights)
+    _write(mixed, out)
+
+
+S = TypeVar("S", bound=StateShape)
+
+
+def _state_rows(
+    card: SimulatedCard, raw: Tensor, tables: DeltaTables, shape: S, place: StatePlace
+) -> Iterator[tuple[int, int, StateRows[S]]]:
+    """Yield the rows of each segment, and which they are of the batch."""
     for begin, end, past, committed, states, _, pairs, count in tables.segments.tolist():
         if end <= begin:
             continue
         state = LayerState(shape, card.bytes_at(states + place.state, shape.state_bytes))
         due = card.bytes_at(pairs, 16 * count).view(torch.int64).view(-1, 2).tolist() if count else []
         snapshots = {at: card.bytes_at(p + place.snapshot, shape.snapshot_bytes) for at, p in due}
-        raw = torch.cat((wide[begin:end, : shape.channels].float(), gates[begin:end]), dim=1)
-        o = delta_rule.mix(StateRows(state, raw, past, committed, snapshots), weights)
-        z = wide[begin:end, shape.channels :].reshape(o.shape)
-        mixed[begin:end] = delta_rule.gated_norm(o, z, weights).flatten(1)
+        yield begin, end, StateRows(state, raw[begin:end], past, committed, snapshots)
+
+
+def _write(values: Tensor, out: Tensor | Codes) -> None:
     if isinstance(out, Codes):
-        _write_codes(mixed, out)
+        _write_codes(values, out)
     else:
-        out.copy_(mixed)
+        out.copy_(values)
 
 
 def _mixture(
@@ -329,6 +363,11 @@ def _rotated(x: Tensor, norm: Tensor | None, positions: Tensor, rope: Rope) -> T
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine, rest), -1)
 
 
+def _gated_heads(mixed: Tensor, gate: Tensor, heads: int) -> Tensor:
+    """mixed [T, H * D], gate [T, H * D] or [T, H]"""
+    return (mixed.view(len(mixed), heads, -1) * gate.float().sigmoid().view(len(mixed), heads, -1)).flatten(1)
+
+
 def _attend(
     card: SimulatedCard,
     q: Tensor,
@@ -367,7 +406,7 @@ def _attend(
         )
         mixed = mixed.float() if coded is None else kv_page.rotated(mixed)
         mixed = mixed.flatten(1)
-        mixed = mixed if gate is None else mixed * gate[first : first + count].float().sigmoid()
+        mixed = mixed if gate is None else _gated_heads(mixed, gate[first : first + count], len(q[0]))
         all_mixed[first : first + count] = mixed
     if isinstance(out, Codes):
         _write_codes(all_mixed, out)
@@ -433,6 +472,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     routing.route: _route,
     routing.logits_of: _logits_of,
     delta.mix: _delta_mix,
+    short_conv.convolve: _convolve,
     experts.mixture: _mixture,
     experts.gates: _gates,
     experts.mixed: _mixed,

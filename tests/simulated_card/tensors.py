@@ -85,7 +85,8 @@ def content_of(value: Any) -> Any:
     if isinstance(value, SimulatedTensor):
         return value.content
     if isinstance(value, list | tuple):
-        return type(value)(map(content_of, value))
+        contents = map(content_of, value)
+        return type(value)(*contents) if hasattr(value, "_fields") else type(value)(contents)
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(
             **{field.name: content_of(getattr(value, field.name)) for field in fields(value) if field.init}

@@ -1,4 +1,4 @@
-"""Layers of Gated DeltaNet on a card whose streams run late: the text is the CPU's wherever blocks and states are."""
+"""Layers that keep states on a card whose streams run late: the text is the CPU's wherever blocks and states are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from localllm.engine.request import Request
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.short_conv import ShortConv
 from localllm.models.gpu_program import is_ours
 from tests.checkpoints import linear, write_checkpoint
 from tests.engine_support import answered, generated
@@ -52,6 +53,21 @@ def test_the_text_is_that_of_the_cpu(schedule, placement, weights, hybrids, expe
         assert ours == [True] * 3
         assert text(packed, placed, 6) == expected[weights]
         assert card.counts["replays"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", ["lfm2", "lfm3"])
+def test_the_text_of_short_convolutions_is_that_of_the_cpu(family, placement, tmp_path, simulated_card):
+    """Of heads that have one gate each, too."""
+    write_checkpoint(tmp_path, family, layers=4, head_dim=32, num_attention_heads=16, hidden_size=128)
+    packed = packed_in_formats(tmp_path, tmp_path)
+    expected = texts_of_the_cpu(packed, 6)
+    for weights, each in packed.items():
+        with simulated_card(CardConfig("random")) as card, each.opened(DEVICE) as placed:
+            placed.place(blocks(each, placement), 8)
+            ours = [is_ours(b, DEVICE) for b in placed.prefill_model.blocks if isinstance(b.body, ShortConv)]
+            assert all(ours) and text(each, placed, 6) == expected[weights]
+            assert card.counts["replays"]
 
 
 @pytest.mark.parametrize("schedule", one_in(2, SCHEDULES))

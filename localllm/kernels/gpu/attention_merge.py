@@ -83,8 +83,9 @@ def store_codes(
 @triton.jit(do_not_specialize=["window", "num_rows", "code_stride", "gate_stride"])
 def _merge(
     part, peaks, totals, sinks, gate, out, code_scale, code_bias, positions, window, num_rows, code_stride, gate_stride,
-    H: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr, AHEAD: tl.constexpr,
-    IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, GATE_DIM: tl.constexpr, FEATURES: tl.constexpr, SECTION_PAGES: tl.constexpr,
+    AHEAD: tl.constexpr, IS_TURNED: tl.constexpr, CODE_GROUP: tl.constexpr, CODE_BITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,7 +115,8 @@ def _merge(
     if IS_TURNED:
         mixed = tl.reshape(hadamard(tl.reshape(mixed, (FEATURES // GROUP, GROUP))), (1, FEATURES))
     if gate is not None:
-        opened = tl.load(gate + token * gate_stride + head * D + feature, mask=mask, other=0.0).to(tl.float32)
+        opens = gate + token * gate_stride + head * GATE_DIM + (feature if GATE_DIM == D else feature * 0)
+        opened = tl.load(opens, mask=mask, other=0.0).to(tl.float32)
         mixed = mixed / (1 + tl.exp(-opened))
     if CODE_GROUP > 0:
         values = tl.reshape(mixed, (FEATURES // CODE_GROUP, CODE_GROUP))
@@ -143,7 +145,7 @@ def merge(
     gate: Tensor | None = None,
 ) -> KernelLaunch:
     """out fp32 [M, H * D], or its codes: of a row of the sections that it sees. sinks fp32 [H]: where no section has
-    them. gate [M, H * D], in rows of any stride: by its sigmoid all is multiplied."""
+    them. gate [M, H * D] or [M, H], in rows of any stride: by its sigmoid all is multiplied."""
     _, M, H, D = parts.mixed.shape
     codes = out if isinstance(out, Codes) else None
     assert codes is None or codes.q.shape[1] == H * D
@@ -168,6 +170,7 @@ def merge(
         constants={
             "H": H,
             "D": D,
+            "GATE_DIM": 0 if gate is None else gate.shape[1] // H,
             "FEATURES": max(kv_page.GROUP, triton.next_power_of_2(D)),
             "SECTION_PAGES": section_pages,
             "AHEAD": 1 if parts.sections == 1 else _AHEAD,

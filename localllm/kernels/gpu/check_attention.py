@@ -40,10 +40,15 @@ class Heads:
     softcap: float | None = None
     has_norms: bool = False
     has_gate: bool = False
+    gates_heads: bool = False
     has_sinks: bool = False
     has_growth: bool = False
     rotary: float = 1.0  # of a head's features, the share that RoPE turns
     dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def gate_features(self) -> int:
+        return self.heads * (self.head_dim if self.has_gate else 1 if self.gates_heads else 0)
 
     def __str__(self) -> str:
         differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
@@ -61,6 +66,7 @@ ATTENTION = (
     Heads("int8", "int8", 64, 16, 2, window=300, has_sinks=True),
     Heads("int8", "int8", has_norms=True, rotary=0.5),
     Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
+    Heads("int8", "int8", heads=16, kv_heads=4, has_norms=True, gates_heads=True),
     Heads("dense", "dense", 64, dtype=torch.float32),
 )
 
@@ -79,10 +85,11 @@ def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weigh
         positions = torch.arange(702, 702 + count, device=device)[:, None, None]
         q, k = (_turned(_normed(x, norm), positions * inv_freq) for x, norm in ((q, q_norm), (k, k_norm)))
         q = q if rope.growth is None else q * (1 + rope.growth * torch.log1p((positions // 100).float()))
-        gate = torch.randn((count, H * D), device=device) if heads.has_gate else None
+        gate = torch.randn((count, heads.gate_features), device=device) if heads.gate_features else None
         sinks = torch.randn(H, device=device) + 6 if heads.has_sinks else None  # as much as some hundred keys
         right = pages.copied().attended(q, k, v, sinks)
-        right = right if gate is None else right * gate.sigmoid()
+        if gate is not None:
+            right = (right.view(count, H, D) * gate.sigmoid().view(count, H, -1)).flatten(1)
         rows, options = block_rows(H // KH, is_prefill=is_prefill), {"sinks": sinks, "gate": gate}
         in_steps = pages.copied()
         found, stepwise = (poisoned(count, H * D, device=device) for _ in range(2))

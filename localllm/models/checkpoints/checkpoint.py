@@ -40,7 +40,7 @@ _DECIDES = re.compile(
     r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
     r"\.(?:weight|bias|e_score_correction_bias)"
     r"|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+|layer_scalar|per_layer_\w+\.weight|router\.\w+)"
-    r"|model\.layers\.\d+\.linear_attn\.[\w.]+|lm_head\.bias|model\.norm\.bias"
+    r"|model\.layers\.\d+\.(?:linear_attn|conv)\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows]; or their biases.
 _FUSED = re.compile(

@@ -44,7 +44,7 @@ MAX_HEAD_DIM = 2048
 MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
-_MAX_CONV_WIDTH = 8
+MAX_CONV_WIDTH = 8
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -228,7 +228,7 @@ def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
         value_heads=value_heads,
         key_dim=fields.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
         value_dim=fields.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
-        conv_width=fields.integer("linear_conv_kernel_dim", 2, _MAX_CONV_WIDTH),
+        conv_width=fields.integer("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH),
     )
     return DeltaNetConfig(shape, **traits)
 
