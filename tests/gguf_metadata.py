@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
-from localllm.layers.config import AttentionConfig, RopeConfig
+from localllm.layers.config import AttentionConfig, KeyValue, RopeConfig
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
 from localllm.models.fields import Fields
@@ -68,9 +68,18 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
     "nemotron": "nemotron",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "minicpm3": "minicpm3",
 }
 # Families whose files are those of another.
-READ_AS = {"mistral": "llama", "internlm3": "llama", "gemma4_unified_text": "gemma4_text"}
+READ_AS = {
+    "mistral": "llama",
+    "internlm3": "llama",
+    "gemma4_unified_text": "gemma4_text",
+    "glm4_moe_lite": "deepseek_v3",
+}
 # Tensors of Gemma 4's routers by the names that llama.cpp's conversion gives them, which the package's table lacks.
 SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 # Windows: of these where there is one, and of which layers; of the others never.
@@ -78,7 +87,7 @@ WITH_PATTERN = (
     "olmo3", "exaone4", "muse_glimmer_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 WINDOWED = (*WITH_PATTERN, "phi3", "phimoe", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
-WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm")  # whose heads share the hidden size
+WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3")  # whose heads share the hidden size
 # Keys of a config.json, any of them, and GGUF's for them.
 KEYS = {
     "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
@@ -186,9 +195,10 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _rotating(raw: Mapping[str, Any]) -> AttentionConfig:
+def _rotating(raw: Mapping[str, Any]) -> KeyValue:
     """The attention of the first layer that rotates."""
-    attentions = parse_config(raw, "config.json").attentions
+    config = parse_config(raw, "config.json")
+    attentions = (*config.attentions, *config.latents)
     return next((each for each in attentions if each.rotary_dim), attentions[0])
 
 
@@ -236,7 +246,37 @@ def _full(raw: Mapping[str, Any]) -> AttentionConfig:
     return next(each for each in parse_config(raw, "config.json").attentions if each.window is None)
 
 
+def _latent(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Multi-head latent attention as one head of keys, which are latents."""
+    latent, shared = raw["kv_lora_rank"], raw["qk_rope_head_dim"]
+    found = {
+        "LLM.EXPERT_GATING_FUNC": 1 if raw["model_type"] == "deepseek_v2" else 2,
+        "Attention.HEAD_COUNT_KV": 1,
+        "Attention.KEY_LENGTH": latent + shared,
+        "Attention.VALUE_LENGTH": latent,
+        "Attention.KEY_LENGTH_MLA": raw["qk_nope_head_dim"] + shared,
+        "Attention.VALUE_LENGTH_MLA": raw["v_head_dim"],
+    } | _ranks(raw)
+    if "mlp_layer_types" in raw:
+        found["LLM.LEADING_DENSE_BLOCK_COUNT"] = raw["mlp_layer_types"].count("dense")
+    scale = rope_sections(Fields(raw, "config.json"))[FULL].raw.get("mscale_all_dim")
+    return found if scale is None else found | {"Rope.SCALING_YARN_LOG_MUL": 0.1 * scale}
+
+
+def _ranks(raw: Mapping[str, Any]) -> dict[str, Any]:
+    query = {} if raw.get("q_lora_rank") is None else {"Attention.Q_LORA_RANK": raw["q_lora_rank"]}
+    return {"Attention.KV_LORA_RANK": raw["kv_lora_rank"], **query}
+
+
+def _minicpm3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {"Attention.KEY_LENGTH": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"], **_ranks(raw)}
+
+
 _OWN = {
+    "deepseek_v2": _latent,
+    "deepseek_v3": _latent,
+    "glm4_moe_lite": _latent,
+    "minicpm3": _minicpm3,
     "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
@@ -297,7 +337,7 @@ def assert_same_model(made: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
 
 
 def with_stored_factors(layer: LayerConfig) -> LayerConfig:
-    if not isinstance(layer.mixer, AttentionConfig):
+    if not isinstance(layer.mixer, KeyValue):
         return layer
     rope = layer.mixer.rope
     if rope.kind == "dynamic":  # which is not stored, and changes nothing within the context

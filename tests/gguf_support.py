@@ -71,8 +71,9 @@ def write_gguf(
     codes.
 
     metadata: keys beside those of the model's shape, or in their place; None takes one away. beside: further tensors.
-    is_early: as the first files of Qwen 3 Next are, with the rows of its wide projection as they were. Returns what the
-    file means, by the names of a folder of the text model alone.
+    is_early: as the first files of Qwen 3 Next are, with the rows of its wide projection as they were, and of DeepSeek,
+    with one matrix for all that is made of latents. Returns what the file means, by the names of a folder of the text
+    model alone.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     config = config.get("text_config", config)
@@ -88,7 +89,8 @@ def write_gguf(
     names = gguf.get_tensor_name_map(_ENUMS[architecture], config["num_hidden_layers"])
     for plain, tensor in tensors.items():
         name = _scale_name(plain) or names.get_name(
-            plain.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias")
+            plain.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias"),
+            try_suffixes=(".weight", ".bias"),
         )
         assert name is not None, plain
         name += "" if name.endswith((".weight", ".bias", ".scale", ".ssm_a")) else ".weight"
@@ -290,6 +292,11 @@ def cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -
             halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
             found |= {name.replace("gate_up", part): half for part, half in halves}
             continue
+        if name.endswith(".kv_b_proj.weight") and "topk_group" in config and not is_early:
+            sizes = config["qk_nope_head_dim"], config["v_head_dim"]
+            keys, values = tensor.view(config["num_attention_heads"], sum(sizes), -1).split(sizes, dim=1)
+            found |= {name.replace("kv_b", "k_b"): keys.mT, name.replace("kv_b", "v_b"): values}
+            continue
         if is_early or not name.endswith("in_proj_qkvz.weight"):
             found[name] = tensor
             continue
@@ -310,6 +317,10 @@ def _gpt_oss_experts(name: str, tensor: Any) -> dict[str, Any]:
 
 def _uncut(tensors: Mapping[str, NDArray[np.float32]], config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     found = dict(tensors)
+    for name, values in tensors.items():
+        if name.endswith(".k_b_proj.weight"):
+            parts = found.pop(name).swapaxes(1, 2), found.pop(name.replace("k_b", "v_b"))
+            found[name.replace("k_b", "kv_b")] = np.concatenate(parts, axis=1).reshape(-1, values.shape[1])
     for name, values in tensors.items() if config["model_type"] == "qwen3_next" else ():
         if name.endswith("in_proj_qkv.weight"):
             keys, runs = _runs(config)

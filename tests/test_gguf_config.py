@@ -20,7 +20,7 @@ from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
 from localllm.gguf.names import hf_name, holds_weights, stored_form
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
-from localllm.layers.config import AltUpConfig, AttentionConfig, DeltaNetConfig, QueryGrowth
+from localllm.layers.config import AltUpConfig, AttentionConfig, DeltaNetConfig, LatentAttentionConfig, QueryGrowth
 from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
 from localllm.models.layout import COEFFICIENTS
@@ -70,6 +70,9 @@ def tensors_of(raw: Mapping[str, Any], architecture: str) -> dict[str, tuple[tup
 
     for block in block_layouts(config):
         for matrix in block.matrices:
+            if matrix.cut is not None and architecture == "minicpm3":  # whose files have it whole
+                add(f"{matrix.cut.stored}.weight", (matrix.cut.heads * matrix.cut.rows, config.latents[0].latent_dim))
+                continue
             fused = matrix.name in FUSED.get(architecture, ())
             parts = {matrix.stored: matrix.out_features} if fused else matrix.parts
             for part, rows in parts.items():
@@ -140,6 +143,7 @@ def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) ->
         ("blk.3.exp_probs_b.bias", "glm4moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
         ("blk.3.exp_probs_b", "ernie4_5-moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
         ("output_norm.bias", "phimoe", "model.norm.bias"),
+        ("blk.3.attn_kv_b.weight", "deepseek2", "model.layers.3.self_attn.kv_b_proj.weight"),
         ("blk.3.ssm_a", "qwen35", "model.layers.3.linear_attn.A_log"),
         ("blk.3.ffn_gate_inp.scale", "gemma4", "model.layers.3.router.scale"),
         ("blk.3.ffn_down_exps.scale", "gemma4", "model.layers.3.router.per_expert_scale"),
@@ -184,7 +188,7 @@ def test_the_rows_of_permuted_heads_come_back() -> None:
     read = stored.reshape(heads, head_dim // 2, 2, K).swapaxes(1, 2).reshape(weight.shape)
     assert (read == weight).all()
     permuted = {"llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee", "muse-glimmer"}
-    paired_as_they_were = {"ernie4_5", "ernie4_5-moe", "chatglm", "glm4", "cohere2"}
+    paired_as_they_were = {"ernie4_5", "ernie4_5-moe", "chatglm", "glm4", "cohere2", "deepseek2"}
     paired = {name for name in ARCHITECTURES.values() if stored_form(name).pairs_heads}
     assert paired == permuted | paired_as_they_were
 
@@ -211,6 +215,9 @@ FEW: dict[str, dict[str, object]] = {
     | {"activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6},
     "gemma4_text": {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 12},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v2": {"n_routed_experts": 16, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
+    "deepseek_v3": {"n_routed_experts": 16, "first_k_dense_replace": 2, "num_nextn_predict_layers": 0},
+    "glm4_moe_lite": {"num_nextn_predict_layers": 0},
     "dots1": {"n_routed_experts": 16, "num_experts_per_tok": 4, "sliding_window": None},
     **{name: {"sliding_window": None} for name in ("mistral", "mixtral", "phimoe")},
 }
@@ -405,6 +412,71 @@ def test_a_hybrid_that_does_not_add_up_is_refused_by_its_key(
 ) -> None:
     with pytest.raises(CheckpointError, match=said):
         parse_config(hf_config(*small_hybrid(architecture, **keys)), "config.json")
+
+
+LATENT: dict[str, object] = {
+    "attention__q_lora_rank": 20,
+    "attention__kv_lora_rank": 32,
+    "attention__head_count_kv": 1,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 12,
+    "rope__dimension_count": 8,
+    "expert_gating_func": 2,
+    "leading_dense_block_count": 1,
+}
+
+
+def read_latent(*tensors: str, **keys: object) -> dict[str, object]:
+    metadata, shapes = small("deepseek2", **{**LATENT, **EXPERTS, **keys})
+    return hf_config(metadata, shapes | {"blk.1.ffn_down_exps.weight": (8, 64, 24), **dict.fromkeys(tensors, (8,))})
+
+
+def test_early_files_of_deepseek_say_what_is_made_of_latents() -> None:
+    whole = dict.fromkeys(("attention__key_length_mla", "attention__value_length_mla", "expert_gating_func"))
+    early = {"attention__key_length": 24, "attention__value_length": 12, "attention__head_count_kv": 4, **whole}
+    now, then = read_latent(), read_latent(**early)
+    assert (now["model_type"], then["model_type"]) == ("deepseek_v3", "deepseek_v2")
+    assert read_latent("blk.1.exp_probs_b.bias", **early)["model_type"] == "deepseek_v3"
+    for made in (now, then):
+        [mixer] = {layer.mixer for layer in parse_config(made, "config.json").layers}
+        assert isinstance(mixer, LatentAttentionConfig)
+        sizes = (mixer.num_heads, mixer.query_rank, mixer.latent_dim, mixer.plain_dim, mixer.shared_dim)
+        assert (*sizes, mixer.value_dim) == (4, 20, 32, 16, 8, 12)
+    lite = read_latent(attention__q_lora_rank=None)
+    assert parse_config(lite, "config.json").latents[0].query_rank is None
+    assert read_latent(expert_gating_func=1, expert_group_count=2)["topk_method"] == "group_limited_greedy"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"expert_gating_func": 3}, "experts that are chosen in another way"),
+        ({"rope__dimension_count": 24}, r"rope\.dimension_count"),
+        ({"rope__dimension_count": None}, r"rope\.dimension_count"),
+        ({"attention__kv_lora_rank": None}, r"kv_lora_rank"),
+        ({"attention__value_length_mla": None}, r"value_length_mla"),
+        ({"attention__head_count": 0}, "num_attention_heads"),
+        ({"expert_count": None}, "expert_count"),
+    ],
+)
+def test_latent_attention_that_does_not_add_up_is_refused(keys: dict[str, object], said: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        parse_config(read_latent(**keys), "config.json")
+
+
+def test_the_values_of_minicpm_3_are_what_is_left_of_a_heads_rows() -> None:
+    keys = {"attention__kv_lora_rank": 32, "attention__key_length": 24, "rope__dimension_count": 8}
+    metadata, shapes = small("minicpm3", **keys)
+    made = hf_config(metadata, shapes | {"blk.0.attn_kv_b.weight": (4 * (16 + 12), 32)})
+    config = parse_config(made, "config.json")
+    assert {(each.plain_dim, each.value_dim) for each in config.latents} == {(16, 12)}
+    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12, 1.4 / 2**0.5, 4)
+    with pytest.raises(CheckpointError, match="attn_kv_b"):
+        hf_config(metadata, shapes)
+    with pytest.raises(CheckpointError, match="v_head_dim"):
+        parse_config(hf_config(metadata, shapes | {"blk.0.attn_kv_b.weight": (4 * 16, 32)}), "config.json")
 
 
 def test_experts_alone_need_no_other_width() -> None:

@@ -30,7 +30,7 @@ from localllm.quant.recipe import RECIPES, recipe_of
 from localllm.quant.stacked import Stacked
 from localllm.settings import EngineConfig
 from localllm.text.chat_template import ChatTemplate
-from tests.checkpoints import linear, write_checkpoint
+from tests.checkpoints import TRAINED, linear, rope, write_checkpoint
 from tests.gguf_metadata import assert_same_model
 from tests.gguf_support import TypeOf, all_of, experts_in_mxfp4, mixed, tokenizer_metadata, write_gguf
 
@@ -43,11 +43,20 @@ OTHERS = {
     "qwen3_moe": {"moe_intermediate_size": 256},
     "qwen3_next": linear(2, 8, 32, 32, moe_intermediate_size=256, shared_expert_intermediate_size=256),
     "qwen3_5": linear(2, 6, 32, 128),
+    "deepseek_v3": {
+        "q_lora_rank": 256,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 256,
+    },
     "qwen3_5_moe": linear(2, 8, 32, 32, moe_intermediate_size=256, shared_expert_intermediate_size=256),
 }
 NAMES = [
     "llama", "llama-biases-tied", "llama-mha-wide-heads", "qwen2", "qwen3", "phi3", "gemma2",
     "gemma3", "olmo2", "mixtral", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4-shared-keys",
+    "deepseek_v3",
 ]  # fmt: skip
 
 
@@ -81,6 +90,12 @@ AS_STORED = {
     "gemma4-shared-keys": {},
     "gemma4-experts": {},
     "gpt_oss": {},
+    "deepseek_v2": {},
+    "deepseek_v2-scaled": {"attention_bias": False},
+    "deepseek_v3": {},
+    "deepseek_v3-odd": {"rope_interleave": True} | rope("yarn", 4.0, mscale=0.5, mscale_all_dim=0.5, **TRAINED),
+    "glm4_moe_lite": {},
+    "minicpm3": {"dim_model_base": 256},
 }
 
 
@@ -148,7 +163,22 @@ def test_a_gguf_model_is_the_checkpoint_that_it_was_made_of(family, tmp_path):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "muse_glimmer"])
+@torch.inference_mode()
+def test_an_early_file_of_deepseek_has_what_is_made_of_latents_as_one_matrix(tmp_path):
+    folder, path = tmp_path / "checkpoint", tmp_path / "model.gguf"
+    write_checkpoint(folder, "deepseek_v2")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = {"key": config["qk_nope_head_dim"] + config["qk_rope_head_dim"], "value": config["v_head_dim"]}
+    early = {f"deepseek2.attention.{part}_length": size for part, size in sizes.items()}
+    early |= {f"deepseek2.attention.{part}_length_mla": None for part in sizes} | {"deepseek2.expert_gating_func": None}
+    write_gguf(folder, path, all_of("F32"), tokenizer_metadata(folder) | early, is_early=True)
+    loaded = [Engine.load(hub.locate(str(each)), EngineConfig(device="cpu", dtype="fp32")) for each in (path, folder)]
+    ids = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours, theirs = (logits(engine, ids) for engine in loaded)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "muse_glimmer", "deepseek_v3"])
 def test_kept_codes_mean_the_files_weights_within_the_rounding_of_scales(family, tmp_path):
     write_model(tmp_path, family, mixed())
     files = hub.locate(str(tmp_path / "model.gguf"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from localllm.text.chat_template import ChatTemplate
 
 Message = dict[str, Any]
-ThoughtName = Literal["reasoning_content", "thinking", "reasoning", "parts", ""]
+ThoughtName = Literal["reasoning_content", "thinking", "reasoning", "thought", "parts", ""]
 
 NAME, ARGUMENTS = "a_tool_that_nobody_has", {"an_argument": 7}
 _ID, _THOUGHT = "id0nobody", "A thought of nobody."
@@ -23,7 +23,7 @@ _TOOL = {"type": "function", "function": {"name": NAME, "description": "Does not
     "type": "object", "properties": {}}}}  # fmt: skip
 _USER: Message = {"role": "user", "content": "?"}
 _RESULT: Message = {"role": "tool", "name": NAME, "tool_call_id": _ID, "content": "."}
-_THOUGHT_NAMES: tuple[ThoughtName, ...] = ("reasoning_content", "thinking", "reasoning", "parts")
+_THOUGHT_NAMES: tuple[ThoughtName, ...] = ("reasoning_content", "thinking", "reasoning", "thought", "parts")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ THOUGHT_MARKS = {
     "<think>": "</think>", "<thinking>": "</thinking>", "<reasoning>": "</reasoning>", "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>", "<mm:think>": "</mm:think>", "<|channel>thought": "<channel|>",
     "<|START_THINKING|>": "<|END_THINKING|>", "<|inner_prefix|>": "<|inner_suffix|>", "◁think▷": "◁/think▷",
+    "<|thought_start|>": "<|thought_end|>",
 }  # fmt: skip
 _RESPONSE, _RESPONDED = "<response>", "</response>"  # around what Granite says behind a thought
 OPENS, CLOSES = next(iter(THOUGHT_MARKS.items()))

@@ -11,6 +11,7 @@ from localllm.gguf.names import HEAD_NORMS
 from localllm.gguf.rope import DEFAULT_THETA, LLAMA3_FACTORS, factors_of, rope_scaling
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_SOFTMAX, _SIGMOID = 1, 2  # what expert_gating_func is
 _PER_LAYER, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 
 
@@ -340,6 +341,64 @@ def _hunyuan_moe(file: Metadata) -> Json:
     }
 
 
+def _deepseek2(file: Metadata) -> Json:
+    """Return the keys of DeepSeek V2, or of V3, whose experts sigmoids choose: GLM 4.7 Flash and Kimi K2 are models of
+    that, too. Files of 2024 say neither of themselves."""
+    gating = file.integer("expert_gating_func", _SIGMOID if file.has("exp_probs_b.bias") else _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise file.unsupported(f"experts that are chosen in another way (expert_gating_func {gating})")
+    experts = _grouped_experts(file)
+    if gating == _SOFTMAX:
+        method = "greedy" if experts["n_group"] == 1 else "group_limited_greedy"
+        own: Json = {"model_type": "deepseek_v2", "topk_method": method}
+    else:
+        own = {"model_type": "deepseek_v3"}
+    # These files have one head of keys, the latent; those from before that have the heads that are made of it.
+    kind = "_mla" if file.get("attention.key_length_mla") is not None else ""
+    key_dim, value_dim = (file.integer(f"attention.{each}_length{kind}") for each in ("key", "value"))
+    return {**own, **experts, **_latent_attention(file, key_dim, value_dim), "rope_scaling": _latent_scaling(file)}
+
+
+def _latent_attention(file: Metadata, key_dim: int, value_dim: int) -> Json:
+    heads, shared_dim = file.integer("attention.head_count"), file.integer("rope.dimension_count")
+    if shared_dim >= key_dim:
+        raise file.refused("rope.dimension_count", shared_dim, f"less than the {key_dim} features of a key")
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": file.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": file.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": shared_dim,
+        "qk_nope_head_dim": key_dim - shared_dim,
+        "v_head_dim": value_dim,
+    }
+
+
+def _latent_scaling(file: Metadata) -> Json | None:
+    """Return the scaling of DeepSeek's RoPE, of which a file has a tenth of `mscale_all_dim`; `mscale` is that, too."""
+    scaling, tenth = rope_scaling(file), file.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if scaling is None or scaling["rope_type"] != "yarn" or not tenth:
+        return scaling
+    scale = round(10 * tenth, 6)
+    return scaling | {"mscale": scale, "mscale_all_dim": scale}
+
+
+def _minicpm3(file: Metadata) -> Json:
+    """Return the keys of MiniCPM 3, whose multipliers llama.cpp has in its code, and whose values are what is left of a
+    head's rows."""
+    heads, key_dim = file.integer("attention.head_count"), file.integer("attention.key_length")
+    rows, plain_dim = file.height("attn_kv_b.weight"), key_dim - file.integer("rope.dimension_count")
+    value_dim = rows // max(heads, 1) - plain_dim
+    return {
+        "model_type": "minicpm3",
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        **_latent_attention(file, key_dim, value_dim),
+        **_original_context(file),
+    }
+
+
 def _top_k(file: Metadata) -> Json:
     return {"num_experts_per_tok": file.integer("expert_used_count")}
 
@@ -417,6 +476,7 @@ def _layer_types(file: Metadata, default: int) -> list[str]:
     return [_SLIDING if (layer + 1) % every else _FULL for layer in range(file.num_layers)]
 
 
+OF_OTHER_HEADS = ("deepseek2", "minicpm3")  # which say of heads what others do not
 VARYING = ("gemma3n", "gemma4")  # whose layers may differ in what all layers of others have alike
 ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
@@ -462,6 +522,8 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "stablelm": _stablelm,
         "starcoder2": _starcoder2,
         "nemotron": _nemotron,
+        "deepseek2": _deepseek2,
+        "minicpm3": _minicpm3,
     }
 )
 
@@ -488,6 +550,7 @@ _MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hunyuan-dense": ("hunyuan_v1_dense",),
         "chatglm": ("glm",),
         "muse-glimmer": ("muse_glimmer",),
+        "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     }
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
-from localllm.gguf.architectures import ARCHITECTURES, VARYING
+from localllm.gguf.architectures import ARCHITECTURES, OF_OTHER_HEADS, VARYING
 from localllm.gguf.metadata import MOST, Json, Metadata, Shape
 from localllm.gguf.rope import DEFAULT_THETA, rope_scaling, share_of
 from localllm.registry import unknown_architecture
@@ -46,7 +46,9 @@ def hf_config(
     if own is None:
         raise unknown_architecture(source, {"model_type": architecture}, ARCHITECTURES)
     file = Metadata(metadata, tensors, factors, architecture, source)
-    return _common(file.in_first_layer() if architecture in VARYING else file) | own(file)
+    usual = file.in_first_layer() if architecture in VARYING else file
+    heads = {} if architecture in OF_OTHER_HEADS else _heads(usual)
+    return _common(usual) | heads | own(file)
 
 
 def eos_ids(metadata: Mapping[str, object]) -> list[int]:
@@ -84,16 +86,8 @@ def _require_model(metadata: Mapping[str, object], tensors: Mapping[str, Shape],
 
 
 def _common(file: Metadata) -> Json:
-    heads = file.integer("attention.head_count")
-    if heads < 1:
-        raise file.refused("attention.head_count", heads, "a positive number")
-    head_dim = file.head_dim
-    if file.integer("attention.value_length", head_dim) != head_dim:
-        raise file.unsupported("values of another size than its keys")
     if file.get("attention.causal") is False:
         raise file.unsupported("attention in both directions")
-    rotary_dim = file.integer("rope.dimension_count", head_dim)
-    share = {} if rotary_dim == head_dim else {"partial_rotary_factor": share_of(rotary_dim, head_dim)}
     return {
         "vocab_size": file.tensors["token_embd.weight"][0],
         "hidden_size": file.integer("embedding_length"),
@@ -101,9 +95,6 @@ def _common(file: Metadata) -> Json:
         "intermediate_size": file.integer("feed_forward_length", 0 if file.has("ffn_down_exps.weight") else None),
         "num_hidden_layers": file.num_layers,
         "num_nextn_predict_layers": file.integer("nextn_predict_layers", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": file.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": file.integer("context_length"),
         # Where norms are by mean and variance, there is the other key alone.
         "rms_norm_eps": file.number(
@@ -119,6 +110,23 @@ def _common(file: Metadata) -> Json:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": _bos_id(file.keys),
         "eos_token_id": eos_ids(file.keys) or None,
+    }
+
+
+def _heads(file: Metadata) -> Json:
+    """Return what nearly all architectures say of their heads."""
+    heads = file.integer("attention.head_count")
+    if heads < 1:
+        raise file.refused("attention.head_count", heads, "a positive number")
+    head_dim = file.head_dim
+    if file.integer("attention.value_length", head_dim) != head_dim:
+        raise file.unsupported("values of another size than its keys")
+    rotary_dim = file.integer("rope.dimension_count", head_dim)
+    share = {} if rotary_dim == head_dim else {"partial_rotary_factor": share_of(rotary_dim, head_dim)}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
         **share,
     }
 

@@ -96,13 +96,20 @@ class Metadata:
 
     def width(self, part: str) -> int:
         """Return the last dimension of the first tensor of this name."""
+        return self._shape(part)[-1]
+
+    def height(self, part: str) -> int:
+        """Return the first dimension of the first tensor of this name."""
+        return self._shape(part)[0]
+
+    def _shape(self, part: str) -> Shape:
         shapes = (shape for name, shape in self.tensors.items() if name.endswith(f".{part}") and shape)
         shape = next(shapes, None)
         if shape is None:
             raise CheckpointError(
                 f"{self.name}: no layer has a tensor {part}", why="its model needs it", fix=FETCH_ANEW
             )
-        return shape[-1]
+        return shape
 
     def refused(self, key: str, value: object, wanted: str) -> CheckpointError:
         found = "it is absent" if value is None else f"it is {show(value)}"

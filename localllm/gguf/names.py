@@ -112,6 +112,17 @@ _GATED_DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+# "attn_kv_b" is what makes the keys and the values of all heads of a latent; later files have its two parts.
+_LATENT_ATTENTION = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gemma2": _GEMMA,
@@ -130,6 +141,8 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "seed_oss": _NORM_BETWEEN,
         "exaone4": _NORMS_BEHIND,
         "muse-glimmer": _MUSE_GLIMMER,
+        "deepseek2": _LATENT_ATTENTION,
+        "minicpm3": _LATENT_ATTENTION,
     }
 )
 # Parts that are called the same whatever their suffix is.
@@ -141,7 +154,8 @@ _WITHOUT_SUFFIX = frozenset(
 @dataclass(frozen=True, slots=True)
 class GgufForm:
     """How the weights of an architecture differ from those of Hugging Face. Of Gated DeltaNet, -exp(A_log) stands in
-    place of A_log everywhere.
+    place of A_log everywhere. Of latent attention, what makes keys of latents is turned round where it is stored apart
+    from what makes values: [heads, features of a latent, features of a key], which takes queries to latents.
 
     pairs_heads: the rows of q and k, and their biases, are in pairs that rotate together. With those half a head apart,
         as Llama's are in Hugging Face's form, they are `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
@@ -177,6 +191,7 @@ _FORMS: Mapping[str, GgufForm] = MappingProxyType(
         "glm4": _PAIRED,
         "arcee": _PAIRED,
         "cohere2": _PAIRED,
+        "deepseek2": _PAIRED,
         "muse-glimmer": GgufForm(pairs_heads=True, norm_offset=1.0, scales_heads=True),
         "apertus": GgufForm(lists_coefficients=True),
         "gemma2": _OFFSET,

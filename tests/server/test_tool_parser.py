@@ -77,6 +77,8 @@ RECORDED: list[tuple[str, str, Sequence[Part]]] = [
      [*UNIT, *NOON]),
     *(("qwen-xml", f"{before}<function=weather>\n<parameter=unit>\nC\n</parameter>\n</function>{behind}", UNIT)
       for before, behind in (("<tool_call>\n", "\n</tool_call>"), ("", "\n</tool_call>"), ("<tool_call>", ""))),
+    ("hermes", '<tool_call>\n[\n  {"name": "weather", "arguments": {"unit": "C"}},\n'
+     '  {"name": "clock", "arguments": {}}\n]\n</tool_call>', [*UNIT, *NOON]),  # as Falcon H1 does
     ("qwen-xml", 'It is.\n\n<tool_call><function=weather><parameter=unit>C</parameter></function></tool_call>\n'
      "<tool_call>\n<function=clock>\n</function>\n</tool_call>", [("text", "It is."), *UNIT, *NOON]),
     ("qwen-xml", '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>', UNIT),
@@ -94,6 +96,10 @@ RECORDED: list[tuple[str, str, Sequence[Part]]] = [
        [("text", "Let me look."), *UNIT, *NOON]) for said in ('"C"', "'C'", "'\\x43'", '"\\u0043",')),
     ("lfm", "<|tool_call_start|>weather(unit='C')<|tool_call_end|>", UNIT),
     ("lfm", '<|tool_call_start|>[{"name": "weather", "arguments": {"unit": "C"}}]<|tool_call_end|>', UNIT),
+    *(("minicpm", f"<|tool_call_start|>\n```python\nweather(unit={said})\nclock()\n```\n<|tool_call_end|>\n",
+       [*UNIT, *NOON]) for said in ('"C"', "'C'")),
+    ("nemotron-list", 'Let me look.\n<TOOLCALL>[{"name": "weather", "arguments": {"unit": "C"}}, '
+     '{"name": "clock", "arguments": {}}]</TOOLCALL>', [("text", "Let me look."), *UNIT, *NOON]),
     ("granite-list", '<|tool_call|>[{"name": "weather", "arguments": {"unit": "C"}}, '
      '{"name": "clock", "arguments": {}}]', [*UNIT, *NOON]),
     ("deepseek-function", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"

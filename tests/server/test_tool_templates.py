@@ -196,6 +196,7 @@ def test_a_template_that_tells_of_calls_and_not_of_tools_has_its_calls_read() ->
     [
         (TEMPLATES["hermes"], "reasoning_content", True),
         (TEMPLATES["hermes"].replace("reasoning_content", "thinking"), "thinking", True),
+        (TEMPLATES["minicpm"].replace("reasoning_content", "thought"), "thought", True),
         (TEMPLATES["hermes"].replace("m.reasoning_content %", "m.reasoning and loop.last %")
          .replace("reasoning_content", "reasoning"), "reasoning", False),
         ("{% for m in messages %}{% for part in m.content if part is mapping %}[THINK]{{ part.thinking }}{% endfor %}"

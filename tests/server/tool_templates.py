@@ -65,7 +65,12 @@ _CALLS = {
     ),
     "gemma": OF + _each("'<|tool_call>call:'", "f.name", "'{'", behind=_GEMMA),
     "lfm": _each("f.name", "'('", behind=_LFM, opens="<|tool_call_start|>[", closes="]<|tool_call_end|>", between=", "),
+    "minicpm": _each(
+        "f.name", "'('", behind=_LFM, opens="<|tool_call_start|>\n```python\n", closes="\n```\n<|tool_call_end|>",
+        between="\n",
+    ),
     "granite-list": _each(*_NAMED, opens="<|tool_call|>[", closes="]", between=", "),
+    "nemotron-list": _each(*_NAMED, opens="<TOOLCALL>[", closes="]</TOOLCALL>", between=", "),
     "deepseek-function": _each(
         "'<｜tool▁call▁begin｜>function<｜tool▁sep｜>'", "f.name", r"'\n```json\n' + f.arguments",
         r"'\n```<｜tool▁call▁end｜>'", opens="<｜tool▁calls▁begin｜>", closes="<｜tool▁calls▁end｜>", between="\n",

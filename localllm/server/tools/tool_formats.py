@@ -74,6 +74,11 @@ class ToolFormat:
         """A call without arguments may be its name alone."""
         return self.notation == _JSON and '"' not in self.begins
 
+    @property
+    def has_lines(self) -> bool:
+        """Calls have nothing around them but lines of their own, up to a mark behind all."""
+        return not self.begins and self.between == "\n"
+
     @cached_property
     def closings(self) -> tuple[str, ...]:
         """Marks behind a call, or behind all, beside brackets."""
@@ -118,6 +123,7 @@ _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _TAGGED = (f'{_TAG}\n{{"name": "', '", "arguments": ', f"}}\n{_END_TAG}")
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _OF_FUNCTION = TaggedNotation("<parameter=", ">\n", "\n</parameter>\n", "</function>")
+_PYTHON = LiteralNotation("(", ")", "=", ", ", '"', ("True", "False", "None"))
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
@@ -145,6 +151,10 @@ TOOL_FORMATS = (
     ToolFormat(
         "granite-list", *_OBJECT, first="<|tool_call|>[", between=", ", last="]", opens=("<|tool_call|>",),
         signs=("<|tool_call|>",),
+    ),
+    ToolFormat(
+        "nemotron-list", *_OBJECT, first="<TOOLCALL>[", between=", ", last="]</TOOLCALL>", opens=("<TOOLCALL>",),
+        signs=("<TOOLCALL>",),
     ),
     ToolFormat(
         "qwen-xml", f"{_TAG}\n<function=", ">\n", f"\n{_END_TAG}", between="\n", notation=_OF_FUNCTION,
@@ -175,8 +185,11 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         "lfm", "", "", first="<|tool_call_start|>[", between=", ", last="]<|tool_call_end|>",
-        notation=LiteralNotation("(", ")", "=", ", ", '"', ("True", "False", "None")), opens=("<|tool_call_start|>",),
-        signs=("List of tools: ",),
+        notation=_PYTHON, opens=("<|tool_call_start|>",), signs=("List of tools: ",),
+    ),
+    ToolFormat(
+        "minicpm", "", "", first="<|tool_call_start|>\n```python\n", between="\n", last="\n```\n<|tool_call_end|>",
+        notation=_PYTHON, opens=("<|tool_call_start|>",), signs=("<|tool_call_start|>", "```python"),
     ),
     ToolFormat(
         "deepseek-function", f"{_DEEPSEEK[1]}function<｜tool▁sep｜>", "\n```json\n", f"\n```{_DEEPSEEK_ENDS[0]}",

@@ -331,7 +331,7 @@ class _NamedCalls:
 
     def _take_head(self, found: re.Match[str], state: Literal["arguments", "behind"]) -> None:
         self._parts.append(("call", found["name"]))
-        self._is_in_list |= found["list"] is not None
+        self._is_in_list |= found["list"] is not None or self._form.has_lines
         self._closings = "}" if self._form.ends.startswith("}") else ""
         self._state, self._pending = state, self._pending[found.end() :]
 
@@ -357,6 +357,11 @@ class _NamedCalls:
         if self._closings:
             self._closings, self._pending = "", text.removeprefix(self._closings)
             self._settle()
+        elif self._form.has_lines:
+            mark = self.closings[0]
+            if mark.startswith(text) and text != mark:
+                return False
+            self._begins, self._state = "", "ended" if text.startswith(mark) else "head"
         elif text[0] == ",":
             self._begins, self._state, self._pending = self._form.begins, "head", text[1:]
         else:
