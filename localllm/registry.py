@@ -58,6 +58,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe",
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
+        "bamba": "bamba",
+        "mamba2": "mamba2",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",

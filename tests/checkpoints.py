@@ -63,12 +63,18 @@ def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) 
     return heads | {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim} | others
 
 
-# name -> (model_type, what differs from SHAPE)
+def mamba(heads: int, head_dim: int, groups: int, state: int, **others: Any) -> dict[str, Any]:
+    """The sizes of Mamba 2. Its heads have as many features as 64 * mamba_expand."""
+    sizes = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_n_groups": groups, "mamba_d_state": state}
+    return sizes | {"mamba_expand": heads * head_dim // 64} | others
+
+
 LATENT: dict[str, Any] = {
     "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
     "num_key_value_heads": 4,
 }  # fmt: skip
 MIXED: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# name -> (model_type, what differs from SHAPE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -210,6 +216,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | ROUTED),
     "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 32, "v_head_dim": None}),
     "minicpm3-plain": ("minicpm3", LATENT | {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
+    "bamba": ("bamba", mamba(8, 16, 2, 32, attn_layer_indices=[2])),
+    "bamba-odd": (
+        "bamba",
+        mamba(12, 16, 3, 24, mamba_d_conv=3, mamba_proj_bias=True, mamba_conv_bias=False)
+        | {"attn_layer_indices": [0, 3], "mlp_bias": True, "attention_bias": True},
+    ),
+    "bamba-bounded": ("bamba", mamba(4, 32, 1, 16, attn_layer_indices=[1], time_step_limit=[0.5, 1.2])),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
+    "mamba2-odd": (
+        "mamba2",
+        {"num_heads": 32, "head_dim": 6, "n_groups": 4, "state_size": 10, "conv_kernel": 3, "use_bias": True}
+        | {"expand": 3, "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma3n-odd": (
@@ -355,7 +374,13 @@ def write_checkpoint(
     for name, values in model.state_dict().items():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
         # More than this makes Gated DeltaNet's states so short-lived that fp32 has four digits of what comes out.
-        scale = 0.3 if "norm" in name or "correction" in name else 0.05 if "linear_attn" in name else 0.15
+        scale = (
+            0.3
+            if "norm" in name or "correction" in name
+            else 0.05
+            if "linear_attn" in name or "mamba" in name or "mixer" in name
+            else 0.15
+        )
         values += scale * torch.randn_like(values)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, max_shard_size=shard_size)

@@ -7,5 +7,6 @@ last of which are in front and behind; and `exact_linears`, those that are read 
 from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.mamba2 import Mamba2
 
-Recurrent = DeltaNet
+Recurrent = DeltaNet | Mamba2

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -54,6 +55,8 @@ class StoredForm:
     """What a family's checkpoints do otherwise than Llama's.
 
     renames: parts of a tensor's name, and what they are called here.
+    splits: ends of the names of matrices (".in_proj") whose rows have names of their own here, and how many rows each.
+    multipliers: parts of a matrix's name, and what all that it makes is multiplied by.
     transposes_experts: the matrices of all experts are one tensor, which may have columns before rows; square ones
         have where it says `all`.
     alternates_gates: the rows of an expert's gate and of what goes up take turns.
@@ -67,6 +70,8 @@ class StoredForm:
     """
 
     renames: tuple[tuple[str, str], ...] = ()
+    splits: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    multipliers: tuple[tuple[str, float], ...] = ()
     transposes_experts: Literal["no", "oblong", "all"] = "no"
     alternates_gates: bool = False
     apart_gates: bool = False
@@ -74,6 +79,16 @@ class StoredForm:
     delta_rows: DeltaRows = "joined"
     negates_rates: bool = False
     num_extra_layers: int = 0
+
+    def parts_of(self, matrix: str) -> list[tuple[str, int, int]]:
+        """Return the parts of a matrix whose rows have names of their own: each name, its first row, and its rows;
+        none of another matrix. matrix: its name here."""
+        for end, parts in self.splits:
+            if matrix.endswith(end):
+                begins = itertools.accumulate((rows for _, rows in parts), initial=0)
+                stem = matrix.removesuffix(end)
+                return [(f"{stem}{name}", first, rows) for (name, rows), first in zip(parts, begins, strict=False)]
+        return []
 
 
 class HeadShape(NamedTuple):

@@ -151,7 +151,7 @@ class Buffers:
             if growth is not None:
                 scales[: len(batch)] = scale * query_growth(growth, batch.positions)
         placed = [attending.place(batch.segments, len(self.groups)) for attending in self.attending.values()]
-        for own, words in zip(self.tokens, placed[0].tokens, strict=True):  # the same for heads of any shape
+        for own, words in zip(self.tokens, placed[0].tokens if placed else (), strict=True):  # for heads of any shape
             own[: len(words)] = torch.tensor(words)
         if self.states.shapes:
             self.states = self.states.placed(placed_states(batch.segments))

@@ -12,12 +12,13 @@ from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.norm import RMSNorm, as_rms
+from localllm.layers.recurrent import Recurrent
 from localllm.models.cpu_buffers import head_shape
 from localllm.models.cpu_products import Products, packed_parts, required
 
 
 def mixed_steps(
-    write: Products, body: Attention | LatentAttention | DeltaNet, norm: RMSNorm | None, norm_eps: float
+    write: Products, body: Attention | LatentAttention | Recurrent, norm: RMSNorm | None, norm_eps: float
 ) -> Iterator[Step]:
     """Yield the steps from `wide`, which the first product has filled, to `mixed`, which the last one reads.
 
@@ -27,7 +28,7 @@ def mixed_steps(
         yield from _attention(write, body, norm_eps)
     elif isinstance(body, LatentAttention):
         yield from _latent_attention(write, body, norm)
-    else:
+    elif isinstance(body, DeltaNet):
         yield from _delta_net(write, body, norm)
 
 

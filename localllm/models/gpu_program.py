@@ -26,6 +26,7 @@ from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
@@ -387,7 +388,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | Recurrent | MLP)
+            assert isinstance(body, Attention | DeltaNet | MLP)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -531,7 +532,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     if isinstance(body, MoE):
         return is_for_kernels(body)
     if isinstance(body, Recurrent):
-        return body.config.shape.fills_vectors
+        return isinstance(body, DeltaNet) and body.config.shape.fills_vectors
     is_known = is_plain(body.config) if isinstance(body, Attention) else isinstance(body, MLP) and body.config.is_plain
     if not is_known:
         return False

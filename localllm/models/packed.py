@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mixer, MLPConfig, MoEConfig
+from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mamba2Config, Mixer, MLPConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import add_to_digest
@@ -94,6 +94,8 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
 
 
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
+    if isinstance(mixer, Mamba2Config):
+        return {"mamba2": dataclasses.asdict(mixer)}
     if isinstance(mixer, DeltaNetConfig):
         return {"delta_net": dataclasses.asdict(mixer.shape)}
     if isinstance(mixer, LatentAttentionConfig):
