@@ -59,6 +59,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
         "bamba": "bamba",
+        "granitemoehybrid": "granitemoehybrid",
+        "nemotron_h": "nemotron_h",
         "mamba2": "mamba2",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",

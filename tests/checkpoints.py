@@ -55,6 +55,11 @@ MULTIMODAL = {
     "mistral3": _PIXTRAL | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
     "muse_glimmer": _PIXTRAL,
 }
+NEMOTRON_H = {
+    "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32,
+    "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}  # fmt: skip
 
 
 def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) -> dict[str, Any]:
@@ -223,6 +228,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_layer_indices": [0, 3], "mlp_bias": True, "attention_bias": True},
     ),
     "bamba-bounded": ("bamba", mamba(4, 32, 1, 16, attn_layer_indices=[1], time_step_limit=[0.5, 1.2])),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        mamba(8, 16, 1, 32, layer_types=["linear_attention", "full_attention"] * 2, shared_intermediate_size=56)
+        | {"num_local_experts": 5, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.4, "tie_word_embeddings": True},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        mamba(6, 32, 2, 20, layer_types=["mamba", "mamba", "attention", "mamba"], shared_intermediate_size=96)
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True}
+        | {"attention_multiplier": 0.2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]},
+    ),
+    "nemotron_h-groups": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"hybrid_override_pattern": "-M*EM", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": False, "use_bias": True, "mlp_bias": True, "mamba_head_dim": 12, "ssm_state_size": 10},
+    ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
     "mamba2-odd": (
         "mamba2",

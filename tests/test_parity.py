@@ -100,7 +100,13 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
     torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba2"))]
+HYBRIDS = [
+    name
+    for name in FAMILIES
+    if name.startswith(
+        ("qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1")
+    )
+]
 
 
 @pytest.mark.parametrize("pair", HYBRIDS, indirect=True)
