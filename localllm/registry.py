@@ -59,6 +59,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
         "bamba": "bamba",
+        "falcon_h1": "falcon_h1",
         "granitemoehybrid": "granitemoehybrid",
         "nemotron_h": "nemotron_h",
         "mamba2": "mamba2",

@@ -62,6 +62,12 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 
+FALCON_H1 = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32,
+    "head_dim": 24,
+}  # fmt: skip
+
+
 def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) -> dict[str, Any]:
     """The sizes of Gated DeltaNet: heads of keys and of values, and their features."""
     heads = {"linear_num_key_heads": keys, "linear_num_value_heads": values}
@@ -249,6 +255,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         NEMOTRON_H
         | {"hybrid_override_pattern": "-M*EM", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
         | {"norm_topk_prob": False, "use_bias": True, "mlp_bias": True, "mamba_head_dim": 12, "ssm_state_size": 10},
+    ),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1-multipliers": (
+        "falcon_h1",
+        FALCON_H1
+        | {"ssm_multipliers": [0.4, 1.7, 0.6, 1.3, 0.8], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.4}
+        | {"attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "key_multiplier": 0.5}
+        | {"mlp_multipliers": [0.6, 0.3], "embedding_multiplier": 3.0, "lm_head_multiplier": 0.25}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True, "mlp_bias": True},
+    ),
+    "falcon_h1-odd": (
+        "falcon_h1",
+        FALCON_H1
+        | {"mamba_n_heads": 9, "mamba_d_head": 10, "mamba_d_ssm": 90, "mamba_n_groups": 3, "mamba_d_state": 12}
+        | {"mamba_rms_norm": True, "mamba_d_conv": 3, "mamba_conv_bias": False, "num_hidden_layers": 2}
+        | {"attention_bias": True, "mamba_proj_bias": True},
     ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
     "mamba2-odd": (

@@ -222,7 +222,17 @@ class Mamba2Config:
 
 Recurrent = DeltaNetConfig | Mamba2Config  # keeps a state of its `shape`
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
-Mixer = KeyValue | Recurrent
+SingleMixer = KeyValue | Recurrent
+
+
+@dataclass(frozen=True)
+class BesideConfig:
+    """Mixers beside each other: all read the same norm, and what they make is added up."""
+
+    mixers: tuple[SingleMixer, ...]
+
+
+Mixer = SingleMixer | BesideConfig
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from localllm.kernels.sizes import DeltaShape, Mamba2Shape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
     Mamba2Config,
@@ -212,6 +213,11 @@ class Around:
 
 
 def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
+    if isinstance(config, BesideConfig):
+        parts = [_mixer(layer, each, around) for each in config.mixers]
+        matrices = tuple(matrix for part in parts for matrix in part.matrices)
+        vectors = {vector.name: vector for part in parts for vector in part.vectors}  # all have one norm in front
+        return BlockLayout(parts[0].name, matrices, tuple(vectors.values()))
     if isinstance(config, DeltaNetConfig):
         return _delta_net(layer, config, around)
     if isinstance(config, LatentAttentionConfig):

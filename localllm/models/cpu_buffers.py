@@ -17,6 +17,7 @@ from localllm.kernels.kv_page import layer_groups
 from localllm.kernels.sizes import TILE, DeltaShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
+from localllm.layers.beside import mixers_of
 from localllm.layers.config import KeyValue
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
@@ -125,7 +126,8 @@ class Buffers:
         # What queries are multiplied by, where positions matter and where they do not.
         self.scales = {(each.scale, each.growth): torch.full((rows,), each.scale) for each in config.attentions}
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
-        bodies = [block.body for block in decoder.blocks if isinstance(block.body, Attention | LatentAttention)]
+        mixers = [body for block in decoder.blocks for body in block.mixers]
+        bodies = [body for body in mixers if isinstance(body, Attention | LatentAttention)]
         layers = {head_shape(body.config): body.layer for body in reversed(bodies)}
         self.attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
         # Of each token and layer what a gate makes, and beside it what is gated.
@@ -171,7 +173,8 @@ def native_sites(decoder: Decoder) -> tuple[str, ...]:
     """Return the layers to whose outputs native steps add what adapters make."""
     bodies = [block.body for block in decoder.blocks]
     linears = [linear for body in bodies for linear in body.linears]
-    exact = (linear for body in bodies if isinstance(body, Recurrent) for linear in body.exact_linears)
+    mixers = (mixer for body in bodies for mixer in mixers_of(body))
+    exact = (linear for body in mixers if isinstance(body, Recurrent) for linear in body.exact_linears)
     linears += filter(fills_tiles, exact)
     return tuple(linear.name for linear in linears)
 

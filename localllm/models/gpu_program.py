@@ -419,15 +419,16 @@ class GpuProgram:
         for block in self.decoder.blocks:
             if is_ours(block, self.device):
                 dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
-                if isinstance(block.body, Recurrent):
-                    dtypes |= {linear.name: torch.float32 for linear in block.body.exact_linears}
+                for body in block.mixers:
+                    exact = body.exact_linears if isinstance(body, Recurrent) else ()
+                    dtypes |= {linear.name: torch.float32 for linear in exact}
         return AdapterTables(dtypes, self.device)
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is ours."""
-        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return tuple(body.layer for body in ours if isinstance(body, Attention))
+        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
+        return tuple(body.layer for mixers in ours for body in mixers if isinstance(body, Attention))
 
     def _groups(self, batch: Batch) -> list[int]:
         """Return the groups of layers of which we compute some."""
@@ -436,8 +437,8 @@ class GpuProgram:
 
     @cached_property
     def _keeps_states(self) -> bool:
-        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return any(isinstance(body, Recurrent) for body in ours)
+        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
+        return any(isinstance(body, Recurrent) for mixers in ours for body in mixers)
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv

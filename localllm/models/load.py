@@ -13,8 +13,10 @@ from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
+from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.config import (
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
     Mamba2Config,
@@ -23,6 +25,7 @@ from localllm.layers.config import (
     MoEConfig,
     PerLayerConfig,
 )
+from localllm.layers.config import SingleMixer as SingleMixerConfig
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.latent_attention import LatentAttention
@@ -32,7 +35,6 @@ from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
-from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import Rotary
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts, model_bytes
@@ -283,8 +285,14 @@ def _feed_forward(loaded: _Loaded, config: MLPConfig | MoEConfig) -> MLP | Split
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | LatentAttention | Recurrent:
-    number = loaded.parts.config.kept_number(layer)
+def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> SingleMixer | Beside:
+    if isinstance(config, BesideConfig):
+        return Beside(tuple(_single_mixer(loaded, layer, each) for each in config.mixers))
+    return _single_mixer(loaded, layer, config)
+
+
+def _single_mixer(loaded: _Loaded, layer: int, config: SingleMixerConfig) -> SingleMixer:
+    number = loaded.parts.config.kept_number(layer, config)
     if isinstance(config, AttentionConfig):
         return _attention(loaded, config, number)
     if isinstance(config, LatentAttentionConfig):
