@@ -40,6 +40,7 @@ KEYS = {
     "bias": "use_bias",
 }
 RENAMES = (
+    ("model.backbone.", "model."),  # as an adapter's names become
     ("backbone.", "model."),
     ("model.embedding.", "model.embed_tokens."),
     ("model.embeddings.", "model.embed_tokens."),
