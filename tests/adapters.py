@@ -28,7 +28,7 @@ from localllm.quant.recipe import RECIPES
 from tests.gguf_metadata import ARCHITECTURES
 from tests.gguf_support import as_stored, cut, gguf
 
-_BESIDE = re.compile(r"visual|vision|multi_modal|audio|image|act_fn|moe_statics|conv1d|norm")
+_BESIDE = re.compile(r"visual|vision|multi_modal|audio|image|act_fn|moe_statics|conv1d|norm|(?:mamba|mixer)\.out_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj", ".gate")
 _OUTER = ("embed_tokens", "lm_head")
 

@@ -56,6 +56,17 @@ MULTIMODAL = {
     "mistral3": _PIXTRAL | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
     "muse_glimmer": _PIXTRAL,
 }
+NEMOTRON_H = {
+    "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32,
+    "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+}  # fmt: skip
+
+
+FALCON_H1 = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32,
+    "head_dim": 24,
+}  # fmt: skip
 
 
 def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) -> dict[str, Any]:
@@ -64,12 +75,18 @@ def linear(keys: int, values: int, key_dim: int, value_dim: int, **others: Any) 
     return heads | {"linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim} | others
 
 
-# name -> (model_type, what differs from SHAPE)
+def mamba(heads: int, head_dim: int, groups: int, state: int, **others: Any) -> dict[str, Any]:
+    """The sizes of Mamba 2. Its heads have as many features as 64 * mamba_expand."""
+    sizes = {"mamba_n_heads": heads, "mamba_d_head": head_dim, "mamba_n_groups": groups, "mamba_d_state": state}
+    return sizes | {"mamba_expand": heads * head_dim // 64} | others
+
+
 LATENT: dict[str, Any] = {
     "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
     "num_key_value_heads": 4,
 }  # fmt: skip
 MIXED: dict[str, Any] = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# name -> (model_type, what differs from SHAPE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -234,6 +251,57 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"use_sandwich_norm": False, "attention_bias": True, "conv_bias": True, "conv_L_cache": 4, "head_dim": 16}
         | {"hidden_size": 52, "num_key_value_heads": 1, "sliding_window": 13},
     ),
+    "bamba": ("bamba", mamba(8, 16, 2, 32, attn_layer_indices=[2])),
+    "bamba-odd": (
+        "bamba",
+        mamba(12, 16, 3, 24, mamba_d_conv=3, mamba_proj_bias=True, mamba_conv_bias=False)
+        | {"attn_layer_indices": [0, 3], "mlp_bias": True, "attention_bias": True},
+    ),
+    "bamba-bounded": ("bamba", mamba(4, 32, 1, 16, attn_layer_indices=[1], time_step_limit=[0.5, 1.2])),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        mamba(8, 16, 1, 32, layer_types=["linear_attention", "full_attention"] * 2, shared_intermediate_size=56)
+        | {"num_local_experts": 5, "attention_multiplier": 0.1, "embedding_multiplier": 3.0, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.4, "tie_word_embeddings": True},
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        mamba(6, 32, 2, 20, layer_types=["mamba", "mamba", "attention", "mamba"], shared_intermediate_size=96)
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True, "mamba_proj_bias": True}
+        | {"attention_multiplier": 0.2},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]},
+    ),
+    "nemotron_h-groups": (
+        "nemotron_h",
+        NEMOTRON_H
+        | {"hybrid_override_pattern": "-M*EM", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": False, "use_bias": True, "mlp_bias": True, "mamba_head_dim": 12, "ssm_state_size": 10},
+    ),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1-multipliers": (
+        "falcon_h1",
+        FALCON_H1
+        | {"ssm_multipliers": [0.4, 1.7, 0.6, 1.3, 0.8], "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.4}
+        | {"attention_in_multiplier": 0.8, "attention_out_multiplier": 0.7, "key_multiplier": 0.5}
+        | {"mlp_multipliers": [0.6, 0.3], "embedding_multiplier": 3.0, "lm_head_multiplier": 0.25}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True, "mlp_bias": True},
+    ),
+    "falcon_h1-odd": (
+        "falcon_h1",
+        FALCON_H1
+        | {"mamba_n_heads": 9, "mamba_d_head": 10, "mamba_d_ssm": 90, "mamba_n_groups": 3, "mamba_d_state": 12}
+        | {"mamba_rms_norm": True, "mamba_d_conv": 3, "mamba_conv_bias": False, "num_hidden_layers": 2}
+        | {"attention_bias": True, "mamba_proj_bias": True},
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
+    "mamba2-odd": (
+        "mamba2",
+        {"num_heads": 32, "head_dim": 6, "n_groups": 4, "state_size": 10, "conv_kernel": 3, "use_bias": True}
+        | {"expand": 3, "use_conv_bias": False, "tie_word_embeddings": True},
+    ),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 24}),
     "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma3n-odd": (
@@ -379,7 +447,13 @@ def write_checkpoint(
     for name, values in model.state_dict().items():
         # Initial weights are near zero and norms are one: a wrong norm or an exchanged matrix would hide in that.
         # More than this makes Gated DeltaNet's states so short-lived that fp32 has four digits of what comes out.
-        scale = 0.3 if "norm" in name or "correction" in name else 0.05 if "linear_attn" in name else 0.15
+        scale = (
+            0.3
+            if "norm" in name or "correction" in name
+            else 0.05
+            if "linear_attn" in name or "mamba" in name or "mixer" in name
+            else 0.15
+        )
         values += scale * torch.randn_like(values)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(directory, max_shard_size=shard_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
 from localllm.cache.states import SequenceState
-from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
+from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.sizes import StateShape
 from localllm.layers.low_rank import AppliedAdapter
@@ -84,13 +84,15 @@ class KVPages:
         ferry = Ferry()
 
         def new_group(layers: tuple[int, ...]) -> LayerGroup:
-            dense, coded = kv_format.layouts(shapes[layers[0]], dtype)
+            shape, window = (shapes[layers[0]], windows[layers[0]]) if layers else (KVShape(1, GROUP), None)
+            dense, coded = kv_format.layouts(shape, dtype)
             homes = [devices[layer] for layer in layers]
             sealed = None if coded is None else PagePool(coded, homes, ferry)
             shared = PagePool(dense, homes, ferry, is_shared=True)
-            return LayerGroup(windows[layers[0]], layers, PagePool(dense, homes, ferry), sealed, shared)
+            return LayerGroup(window, layers, PagePool(dense, homes, ferry), sealed, shared)
 
-        self.groups = tuple(map(new_group, layer_groups(windows, shapes)))
+        # Where no layer has keys and values, pages without content stand for the tokens that states have taken in.
+        self.groups = tuple(map(new_group, layer_groups(windows, shapes) or ((),)))
         # Of each layer: its group, and its number there.
         self.places = tuple(
             next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)

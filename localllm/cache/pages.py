@@ -56,7 +56,7 @@ class Page:
         if (whole := self.whole) is not None:
             self.pool.ferry.copy(whole, payload)
         else:
-            for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
+            for index, row in enumerate(payload.view(-1, self.pool.layout.layer_bytes)):
                 row.copy_(self.layer(index))
         return self.pool.page_bytes
 
@@ -65,7 +65,7 @@ class Page:
         if (whole := self.whole) is not None:
             self.pool.ferry.copy(payload, whole)
         else:
-            for index, row in enumerate(torch.split(payload, self.pool.layout.layer_bytes)):
+            for index, row in enumerate(payload.view(-1, self.pool.layout.layer_bytes)):
                 self.layer(index).copy_(row)
 
     def copy_from(self, other: Page) -> None:

@@ -448,8 +448,9 @@ class PrefixCache:
         return [group.dense if number == 0 else group.sealed for group in self._pages.groups]
 
     def _payload_bytes(self, number: int) -> int:
-        """Return the bytes of all parts, one after the other, in whole blocks of the disk."""
-        return -(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES) * PAGE_BYTES
+        """Return the bytes of all parts, one after the other, in whole blocks of the disk, of which it has one where a
+        page has no content."""
+        return max(-(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES), 1) * PAGE_BYTES
 
     def _payload(self, entry: Entry) -> Tensor:
         """Return a copy of all parts, one after the other. Raises MemoryError."""

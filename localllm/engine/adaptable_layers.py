@@ -74,8 +74,8 @@ def _exact_layers(decoder: Decoder) -> Iterator[Linear]:
             yield body.router
             if body.shared_gate is not None:
                 yield body.shared_gate
-        elif isinstance(body, Recurrent):
-            yield from body.exact_linears
+        for mixer in block.mixers:
+            yield from mixer.exact_linears if isinstance(mixer, Recurrent) else ()
         if block.altup is not None:
             yield from block.altup.mixer.linears
 

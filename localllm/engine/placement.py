@@ -69,7 +69,7 @@ def model_shape(
     blocks = [_block_shape(layout, recipe) for layout in layouts]
     kv_format = choose_format(kv, config.kv_shapes, item_bytes)
     kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
-    widest_kv = max(kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes))
+    widest_kv = max((kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes)), default=0)
     shapes = config.head_shapes
     is_native = device == "cpu" and runs_natively(config, recipe, dtype)
     return ModelShape(
@@ -79,7 +79,7 @@ def model_shape(
         embed=blocks[0],
         blocks=tuple(blocks[1:-1]),
         head=blocks[-1],
-        kv_bytes_per_token=kv_sizes.per_token,
+        kv_bytes_per_token=max(kv_sizes.per_token, 1),  # of its page in tables, where no layer keeps anything of it
         kv_bytes_per_sequence=kv_sizes.per_sequence,
         recurrent_bytes=sum(each.state_bytes + each.snapshot_bytes for each in config.state_shapes),
         snapshot_bytes=sum(each.snapshot_bytes for each in config.state_shapes),
@@ -131,9 +131,11 @@ def _block_shape(layout: BlockLayout, recipe: Sizes) -> BlockShape:
 def _operator_row_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Return the bytes of a row at its widest: gate and up, one of them activated, and what came before, some of it in
     fp32."""
-    wide = 4 * max(mlp.intermediate_size for mlp in config.mlps) + 6 * config.hidden_size
+    wide = 4 * max((mlp.intermediate_size for mlp in config.mlps), default=0) + 6 * config.hidden_size
     # What the kernels of attention take and give.
-    attention = 2 * max((each.features for each in config.head_shapes), default=0)
+    # Of a recurrent layer: what is projected, and that with the rows in front of it, in fp64 while it is convolved.
+    recurrent = max((4 * each.in_features + each.gate_features for each in config.recurrents), default=0)
+    attention = max(2 * max((each.features for each in config.head_shapes), default=0), recurrent)
     mixing = max((_mixture_row_bytes(mixture, config.hidden_size) for mixture in config.mixtures), default=0)
     # Of AltUp: all states, what is predicted of them, what they become, and one copy on the way.
     states = 4 * config.altup.num_states * config.hidden_size if config.altup is not None else 0

@@ -320,5 +320,54 @@ class ConvShape(StateShape):
         return self.channels % TILE == 0
 
 
+@dataclass(frozen=True)
+class Mamba2Shape(StateShape):
+    """A layer of Mamba 2: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
+    state_size, lanes] among it.
+
+    num_heads: a multiple of num_groups, whose heads follow each other. state_size: features of a group's B and C.
+    conv_width: tokens that the convolution sees, the last one included.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    conv_width: int = 4
+
+    @property
+    def features(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Features that the convolution sees: x of all heads, B and C of all groups."""
+        return self.features + 2 * self.num_groups * self.state_size
+
+    @property
+    def lanes(self) -> int:
+        """Features of a head that lie side by side in a state."""
+        return TILE if self.head_dim % TILE == 0 else self.head_dim
+
+    @property
+    def fills_vectors(self) -> bool:
+        return False
+
+    @property
+    def row_floats(self) -> int:
+        """What is kept of a token that the state does not hold yet: what the convolution sees, and a step's length a
+        head."""
+        return self.channels + self.num_heads
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def matrix_floats(self) -> int:
+        return self.features * self.state_size
+
+
 def _rounded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

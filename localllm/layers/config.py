@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, KVShape, RouterConfig
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, KVShape, Mamba2Shape, RouterConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -216,9 +216,52 @@ class ShortConvConfig:
         return 3 * self.shape.channels
 
 
-Recurrent = DeltaNetConfig | ShortConvConfig  # keeps a state of its `shape`
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba 2 of one layer. See `kernels.mamba_rule`.
+
+    least_step, most_step: bounds of a token's step; None: it has no upper one.
+    norm: of what comes out, in as many parts as there are groups: of what the gate z leaves of it (`gated`), or before
+        the gate multiplies it (`plain`); None: there is none.
+    has_bias: of the projection in front.
+    """
+
+    shape: Mamba2Shape
+    least_step: float = 0.0
+    most_step: float | None = None
+    norm: Literal["gated", "plain"] | None = "gated"
+    has_conv_bias: bool = True
+    has_bias: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.features
+
+    @property
+    def gate_features(self) -> int:
+        """What is made of a token in fp32: the length of a step a head."""
+        return self.shape.num_heads
+
+    @property
+    def in_features(self) -> int:
+        """What the projection makes of a token: gates of what comes out, and what the convolution sees."""
+        return self.shape.features + self.shape.channels
+
+
+Recurrent = DeltaNetConfig | Mamba2Config | ShortConvConfig  # keeps a state of its `shape`
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
-Mixer = KeyValue | Recurrent
+SingleMixer = KeyValue | Recurrent
+
+
+@dataclass(frozen=True)
+class BesideConfig:
+    """Mixers beside each other: all read the same norm, and what they make is added up."""
+
+    mixers: tuple[SingleMixer, ...]
+
+
+Mixer = SingleMixer | BesideConfig
 
 
 @dataclass(frozen=True)

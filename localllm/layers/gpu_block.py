@@ -183,7 +183,11 @@ def run_mlp(
 
 
 def run_block(
-    body: Attention | Recurrent | MLP, norm_in: RMSNorm | None, norm_out: RMSNorm | None, x: Tensor, forward: GpuForward
+    body: Attention | DeltaNet | ShortConv | MLP,
+    norm_in: RMSNorm | None,
+    norm_out: RMSNorm | None,
+    x: Tensor,
+    forward: GpuForward,
 ) -> None:
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
     into = x if norm_out is None else None

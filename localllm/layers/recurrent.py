@@ -7,6 +7,7 @@ last of which are in front and behind; and `exact_linears`, those that are read 
 from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.mamba2 import Mamba2
 from localllm.layers.short_conv import ShortConv
 
-Recurrent = DeltaNet | ShortConv
+Recurrent = DeltaNet | Mamba2 | ShortConv

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 from localllm.kernels.sizes import KVShape, StateShape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
+    BesideConfig,
     KeyValue,
     LatentAttentionConfig,
     Mixer,
@@ -21,6 +23,7 @@ from localllm.layers.config import (
     PerLayerConfig,
     Recurrent,
     RopeConfig,
+    SingleMixer,
 )
 
 NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
@@ -48,12 +51,21 @@ class LayerConfig:
         """What its blocks compute, in their order."""
         return tuple(body for body in (self.mixer, self.feed_forward) if body is not None)
 
+    @property
+    def mixers(self) -> tuple[SingleMixer, ...]:
+        """What its first block consists of, if it has that."""
+        if self.mixer is None:
+            return ()
+        return self.mixer.mixers if isinstance(self.mixer, BesideConfig) else (self.mixer,)
+
 
 @dataclass(frozen=True)
 class StoredForm:
     """What a family's checkpoints do otherwise than Llama's.
 
     renames: parts of a tensor's name, and what they are called here.
+    splits: ends of the names of matrices (".in_proj") whose rows have names of their own here, and how many rows each.
+    multipliers: parts of a matrix's name, and what all that it makes is multiplied by.
     transposes_experts: the matrices of all experts are one tensor, which may have columns before rows; square ones
         have where it says `all`.
     alternates_gates: the rows of an expert's gate and of what goes up take turns.
@@ -67,6 +79,8 @@ class StoredForm:
     """
 
     renames: tuple[tuple[str, str], ...] = ()
+    splits: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    multipliers: tuple[tuple[str, float], ...] = ()
     transposes_experts: Literal["no", "oblong", "all"] = "no"
     alternates_gates: bool = False
     apart_gates: bool = False
@@ -74,6 +88,16 @@ class StoredForm:
     delta_rows: DeltaRows = "joined"
     negates_rates: bool = False
     num_extra_layers: int = 0
+
+    def parts_of(self, matrix: str) -> list[tuple[str, int, int]]:
+        """Return the parts of a matrix whose rows have names of their own: each name, its first row, and its rows;
+        none of another matrix. matrix: its name here."""
+        for end, parts in self.splits:
+            if matrix.endswith(end):
+                begins = itertools.accumulate((rows for _, rows in parts), initial=0)
+                stem = matrix.removesuffix(end)
+                return [(f"{stem}{name}", first, rows) for (name, rows), first in zip(parts, begins, strict=False)]
+        return []
 
 
 class HeadShape(NamedTuple):
@@ -154,14 +178,19 @@ class ModelConfig:
         return self.tie_word_embeddings and self.per_layer is None
 
     @cached_property
+    def _all_mixers(self) -> tuple[tuple[int, SingleMixer], ...]:
+        """The mixers of all layers, each with the number of its layer."""
+        return tuple((number, mixer) for number, layer in enumerate(self.layers) for mixer in layer.mixers)
+
+    @cached_property
     def attentions(self) -> tuple[AttentionConfig, ...]:
         """The attention of each layer that has any."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+        return tuple(mixer for _, mixer in self._all_mixers if isinstance(mixer, AttentionConfig))
 
     @cached_property
     def latents(self) -> tuple[LatentAttentionConfig, ...]:
         """The latent attention of each layer that has any."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LatentAttentionConfig))
+        return tuple(mixer for _, mixer in self._all_mixers if isinstance(mixer, LatentAttentionConfig))
 
     @cached_property
     def head_shapes(self) -> frozenset[HeadShape]:
@@ -171,33 +200,32 @@ class ModelConfig:
     @cached_property
     def keepers(self) -> tuple[KeyValue, ...]:
         """The mixer of each layer that keeps keys and values, or latents."""
-        mixers = (layer.mixer for layer in self.layers)
-        return tuple(mixer for mixer in mixers if isinstance(mixer, KeyValue) and _is_keeper(mixer))
+        return tuple(mixer for _, mixer in self._all_mixers if _is_keeper(mixer))
 
     @cached_property
     def recurrents(self) -> tuple[Recurrent, ...]:
         """The mixer of each layer that keeps a state."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Recurrent))
+        return tuple(mixer for _, mixer in self._all_mixers if isinstance(mixer, Recurrent))
 
     @cached_property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """What each of those keeps."""
         return tuple(mixer.shape for mixer in self.recurrents)
 
-    def kept_number(self, layer: int) -> int:
-        """Return the number of what a layer's mixer reads, keys and values or a state, among what all layers keep of
-        that."""
-        mixer, before = self.layers[layer].mixer, [each.mixer for each in self.layers[:layer]]
+    def kept_number(self, layer: int, mixer: SingleMixer) -> int:
+        """Return the number of what one of a layer's mixers reads, keys and values or a state, among what all layers
+        keep of that."""
+        before = [each for number, each in self._all_mixers if number < layer]
         if isinstance(mixer, Recurrent):
             return sum(isinstance(each, Recurrent) for each in before)
-        if isinstance(mixer, AttentionConfig) and mixer.kv_of_layer is not None:
-            return self.kept_number(mixer.kv_of_layer)
-        return sum(isinstance(each, KeyValue) and _is_keeper(each) for each in before)
+        if isinstance(mixer, AttentionConfig) and (other := mixer.kv_of_layer) is not None:
+            return self.kept_number(other, next(filter(_is_keeper, self.layers[other].mixers)))
+        return sum(map(_is_keeper, before))
 
     @cached_property
-    def mixers(self) -> tuple[Mixer, ...]:
+    def mixers(self) -> tuple[SingleMixer, ...]:
         """The different mixers of the model's layers."""
-        return tuple(dict.fromkeys(layer.mixer for layer in self.layers if layer.mixer is not None))
+        return tuple(dict.fromkeys(mixer for _, mixer in self._all_mixers))
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, Body], ...]:
@@ -257,5 +285,7 @@ class ModelConfig:
         return min((length for length in switches if length is not None), default=None)
 
 
-def _is_keeper(mixer: KeyValue) -> bool:
-    return isinstance(mixer, LatentAttentionConfig) or mixer.kv_of_layer is None
+def _is_keeper(mixer: SingleMixer) -> TypeGuard[KeyValue]:
+    return isinstance(mixer, LatentAttentionConfig) or (
+        isinstance(mixer, AttentionConfig) and mixer.kv_of_layer is None
+    )

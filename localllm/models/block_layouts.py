@@ -5,15 +5,18 @@ The one description that loading, packing and random models share.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import DeltaShape, Mamba2Shape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -55,6 +58,10 @@ MLP_NORMS = {
 def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     """The embedding, every attention and MLP block, the head: in the order in which a forward needs them. Of a head
     that drafts, what it makes of an embedding and a hidden state comes first, and a norm alone last."""
+    return tuple(_multiplied(block, config.stored.multipliers) for block in _blocks(config))
+
+
+def _blocks(config: ModelConfig) -> tuple[BlockLayout, ...]:
     blocks = [_draft_inputs(config) if config.reads_states else _embedding(config)]
     for number, layer in enumerate(config.layers):
         root = "mtp" if config.reads_states else "model"
@@ -77,6 +84,17 @@ def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
     if config.has_head_bias:
         vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
     return (*blocks, BlockLayout(HEAD, head, vectors))
+
+
+def _multiplied(block: BlockLayout, multipliers: tuple[tuple[str, float], ...]) -> BlockLayout:
+    """Return a block whose matrices are multiplied where `StoredForm.multipliers` says so."""
+    if not multipliers:
+        return block
+    matrices = []
+    for matrix in block.matrices:
+        scales = {name: math.prod(by for part, by in multipliers if part in f"{name}.") for name in matrix.parts}
+        matrices.append(replace(matrix, part_scales={name: by for name, by in scales.items() if by != 1.0}))
+    return replace(block, matrices=tuple(matrices))
 
 
 def _embedding(config: ModelConfig) -> BlockLayout:
@@ -196,12 +214,19 @@ class Around:
 
 
 def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
+    if isinstance(config, BesideConfig):
+        parts = [_mixer(layer, each, around) for each in config.mixers]
+        matrices = tuple(matrix for part in parts for matrix in part.matrices)
+        vectors = {vector.name: vector for part in parts for vector in part.vectors}  # all have one norm in front
+        return BlockLayout(parts[0].name, matrices, tuple(vectors.values()))
     if isinstance(config, DeltaNetConfig):
         return _delta_net(layer, config, around)
     if isinstance(config, LatentAttentionConfig):
         return _latent_attention(layer, config, around)
     if isinstance(config, ShortConvConfig):
         return _short_conv(layer, config, around)
+    if isinstance(config, Mamba2Config):
+        return _mamba2(layer, config, around)
     return _attention(layer, config, around)
 
 
@@ -358,6 +383,38 @@ def _short_conv(layer: int, config: ShortConvConfig, around: Around) -> BlockLay
     if bias:
         vectors += (Vector("conv_bias", f"{stored}.conv.bias", channels, is_norm_weight=False),)
     return BlockLayout(f"layers.{layer}.attention", matrices, vectors)
+
+
+def _mamba2(layer: int, config: Mamba2Config, around: Around) -> BlockLayout:
+    shape, mamba, hidden = config.shape, f"{around.prefix}.mamba", around.model.hidden_size
+    inside, steps, out = f"{mamba}.in_proj", f"{mamba}.dt_proj", f"{mamba}.out_proj"
+    *wide, last = ((f"{mamba}{end}", rows) for end, rows in mamba2_rows(shape))
+    scale = around.model.residual_scale
+    matrices = (
+        Matrix("in_proj", inside, dict(wide), hidden, config.has_bias),
+        Matrix("steps_proj", steps, dict([last]), hidden, config.has_bias, role="router"),
+        Matrix("out_proj", out, {out: hidden}, shape.features, config.has_output_bias, scale=scale),
+    )
+    taps, channels, heads = shape.conv_width, shape.channels, shape.num_heads
+    vectors = [
+        Vector("conv", f"{mamba}.conv1d.weight", taps * channels, is_norm_weight=False, taps=taps),
+        Vector("a_log", f"{mamba}.A_log", heads, is_norm_weight=False),
+        Vector("dt_bias", f"{mamba}.dt_bias", heads, is_norm_weight=False),
+        Vector("d", f"{mamba}.D", heads),
+    ]
+    if config.has_conv_bias:
+        vectors.append(Vector("conv_bias", f"{mamba}.conv1d.bias", channels, is_norm_weight=False))
+    if config.norm is not None:
+        vectors.append(Vector("norm", f"{mamba}.norm.weight", shape.features))
+    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
+
+
+def mamba2_rows(shape: Mamba2Shape) -> tuple[tuple[str, int], ...]:
+    """Return the ends of the names of what Mamba 2's projection makes, in a checkpoint's order, and the rows of each:
+    gates, x, B and C, and the steps."""
+    groups = shape.num_groups * shape.state_size
+    rows = {"z": shape.features, "x": shape.features, "b": groups, "c": groups, "dt": shape.num_heads}
+    return tuple((f".in_proj_{part}", count) for part, count in rows.items())
 
 
 def _mlp(layer: int, config: MLPConfig, around: Around) -> BlockLayout:

@@ -283,7 +283,7 @@ class CheckpointBlocks:
         from localllm.quant.coded import joined, pack_codes, require_fp16
 
         shape = (rows, matrix.in_features)
-        if matrix.scale == 1.0 and self.checkpoint.fill_tiles(name, shape, order, out):
+        if not is_scaled(matrix) and self.checkpoint.fill_tiles(name, shape, order, out):
             for kind in out.keys() - {"qweight"}:
                 require_fp16(out[kind], kind)
             return
@@ -298,8 +298,11 @@ class CheckpointBlocks:
 
     def _codes(self, matrix: Matrix, name: str, rows: int) -> Iterator[CodedMatrix]:
         """Yield the codes of a part of a matrix, as they are computed with."""
+        names = [f"{part}.weight" for part in matrix.parts]
+        first = sum([*matrix.parts.values()][: names.index(name)]) if name in names else 0
         for codes in self.checkpoint.codes(name, (rows, matrix.in_features)):
-            yield codes.times(matrix.scale)
+            yield codes.times(row_scales(matrix, first, len(codes.q)))
+            first += len(codes.q)
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return the rows of a matrix's weight or bias by the names that the checkpoint has for them."""
@@ -421,10 +424,27 @@ def _keeps_codes(checkpoint: Checkpoint, stored: Mapping[str, int], form: Weight
 def _as_computed(stored: Tensor, matrix: Matrix, names: Collection[str]) -> Tensor:
     """Return a matrix's weight or bias as it is computed with: scaled, and its rows in their order. names: of the
     tensors that store it."""
-    if matrix.scale != 1.0:
-        stored.mul_(matrix.scale)
+    if is_scaled(matrix):
+        scales = row_scales(matrix)
+        stored.mul_(scales if stored.dim() == 2 or isinstance(scales, float) else scales.flatten())
     order = row_order(matrix, names)
     return stored if order is None else stored[order]
+
+
+def is_scaled(matrix: Matrix) -> bool:
+    return any(scale != 1.0 for scale, _ in matrix.scaled_rows)
+
+
+def row_scales(matrix: Matrix, first: int = 0, rows: int | None = None) -> float | Tensor:
+    """Return what stored rows are multiplied by: one number, or fp32 [rows, 1]. first, rows: of those; by default
+    all."""
+    runs = matrix.scaled_rows
+    if len({scale for scale, _ in runs}) == 1:
+        return runs[0][0]
+    import torch
+
+    scales = torch.cat([torch.full((count, 1), scale) for scale, count in runs])
+    return scales[first:] if rows is None else scales[first : first + rows]
 
 
 def row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:

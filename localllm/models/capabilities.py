@@ -50,7 +50,7 @@ def _is_latent_on_cpu(attention: LatentAttentionConfig) -> bool:
 
 def has_one_head_shape(config: ModelConfig) -> bool:
     """Return whether one table of pages and tasks serves all layers, as native programs have it."""
-    return len(config.head_shapes) == 1 and not config.latents
+    return len(config.head_shapes) <= 1 and not config.latents
 
 
 def has_plain_steps(config: ModelConfig) -> bool:
@@ -69,7 +69,7 @@ def has_plain_steps(config: ModelConfig) -> bool:
 
 def native_row_bytes(config: ModelConfig, recipe: Sizes) -> int:
     """Bytes of the buffers of native steps for one more row."""
-    hidden, intermediate = config.hidden_size, max(mlp.intermediate_size for mlp in config.mlps)
+    hidden, intermediate = config.hidden_size, max((mlp.intermediate_size for mlp in config.mlps), default=0)
     heads = max((each.heads_features for each in config.latents), default=0)
     mixed = max(heads, *(mixer.mixed_features for mixer in config.mixers))
     widest_in = max(hidden, intermediate, mixed)

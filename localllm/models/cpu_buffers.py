@@ -18,6 +18,7 @@ from localllm.kernels.kv_page import layer_groups
 from localllm.kernels.sizes import TILE, ConvShape, DeltaShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
+from localllm.layers.beside import mixers_of
 from localllm.layers.config import KeyValue
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
@@ -127,7 +128,8 @@ class Buffers:
         # What queries are multiplied by, where positions matter and where they do not.
         self.scales = {(each.scale, each.growth): torch.full((rows,), each.scale) for each in config.attentions}
         self.tokens = [torch.zeros(rows, len(cpu_rope.TOKEN_WORDS), dtype=torch.int64) for _ in self.groups]
-        bodies = [block.body for block in decoder.blocks if isinstance(block.body, Attention | LatentAttention)]
+        mixers = [body for block in decoder.blocks for body in block.mixers]
+        bodies = [body for body in mixers if isinstance(body, Attention | LatentAttention)]
         layers = {head_shape(body.config): body.layer for body in reversed(bodies)}
         self.attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
         # Of each token and layer what a gate makes, and beside it what is gated.
@@ -153,7 +155,7 @@ class Buffers:
             if growth is not None:
                 scales[: len(batch)] = scale * query_growth(growth, batch.positions)
         placed = [attending.place(batch.segments, len(self.groups)) for attending in self.attending.values()]
-        for own, words in zip(self.tokens, placed[0].tokens, strict=True):  # the same for heads of any shape
+        for own, words in zip(self.tokens, placed[0].tokens if placed else (), strict=True):  # for heads of any shape
             own[: len(words)] = torch.tensor(words)
         if self.states.shapes:
             self.states = self.states.placed(placed_states(batch.segments))
@@ -173,7 +175,8 @@ def native_sites(decoder: Decoder) -> tuple[str, ...]:
     """Return the layers to whose outputs native steps add what adapters make."""
     bodies = [block.body for block in decoder.blocks]
     linears = [linear for body in bodies for linear in body.linears]
-    exact = (linear for body in bodies if isinstance(body, Recurrent) for linear in body.exact_linears)
+    mixers = (mixer for body in bodies for mixer in mixers_of(body))
+    exact = (linear for body in mixers if isinstance(body, Recurrent) for linear in body.exact_linears)
     linears += filter(fills_tiles, exact)
     return tuple(linear.name for linear in linears)
 

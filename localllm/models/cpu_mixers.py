@@ -31,7 +31,7 @@ def mixed_steps(
         yield from _latent_attention(write, body, norm)
     elif isinstance(body, ShortConv):
         yield from _short_conv(write, body)
-    else:
+    elif isinstance(body, DeltaNet):
         yield from _delta_net(write, body, norm)
 
 

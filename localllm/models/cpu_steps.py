@@ -16,6 +16,7 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.sizes import Glu
 from localllm.kernels.tile16 import TILE
+from localllm.layers.beside import Beside
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
@@ -86,7 +87,7 @@ class Recorder(Products):
         if isinstance(body, MLP):
             yield self._gate(body)
         else:
-            assert not isinstance(body, SplitMLP), "`supports` said so"
+            assert not isinstance(body, SplitMLP | Beside), "`supports` said so"
             yield from mixed_steps(self, body, as_rms(block.norm_in), self.decoder.config.norm_eps)
             yield self.quantize(last, self.room.mixed, None)
         norm_out, gate = as_rms(block.norm_out), block.per_layer_gate

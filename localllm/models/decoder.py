@@ -19,6 +19,7 @@ from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.altup import AltUpEnd, AltUpStart
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, moved
+from localllm.layers.beside import Beside, SingleMixer, mixers_of
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Embedding, Linear
 from localllm.layers.mlp import MLP, SplitMLP
@@ -44,7 +45,7 @@ class Block:
     """
 
     name: str  # "layers.3.attention", "layers.3.mlp"
-    body: Attention | LatentAttention | Recurrent | MLP | SplitMLP | MoE
+    body: SingleMixer | Beside | MLP | SplitMLP | MoE
     norm_in: Norm | None
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
@@ -60,9 +61,15 @@ class Block:
         return (*self.body.linears, *(() if self.per_layer_gate is None else self.per_layer_gate.linears))
 
     @property
+    def mixers(self) -> tuple[SingleMixer, ...]:
+        """Return the mixers of its body; none where that is a feed-forward."""
+        return mixers_of(self.body)
+
+    @property
     def head_linears(self) -> tuple[Linear, ...]:
         """Matrices of which each head is multiplied by its own rows."""
-        return self.body.head_linears if isinstance(self.body, LatentAttention) else ()
+        latents = (body for body in self.mixers if isinstance(body, LatentAttention))
+        return tuple(linear for body in latents for linear in body.head_linears)
 
     @property
     def is_usual(self) -> bool:
@@ -159,12 +166,12 @@ class Decoder:
     @cached_property
     def kv_devices(self) -> tuple[torch.device, ...]:
         """The device on which the keys and values of each layer that has them are used."""
-        return tuple(block.device for block in self.blocks if keeps_pages(block.body))
+        return tuple(block.device for block in self.blocks for body in block.mixers if keeps_pages(body))
 
     @cached_property
     def state_devices(self) -> tuple[torch.device, ...]:
         """The device on which the state of each layer that has one is used."""
-        return tuple(block.device for block in self.blocks if isinstance(block.body, Recurrent))
+        return tuple(block.device for block in self.blocks for body in block.mixers if isinstance(body, Recurrent))
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,

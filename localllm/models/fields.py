@@ -44,7 +44,7 @@ class Fields:
 
     def optional_number(self, key: str, low: float, high: float) -> float | None:
         value = self.get(key)
-        if value is None or (_is_number(value) and low <= value <= high):
+        if value is None or (is_number(value) and low <= value <= high):
             return None if value is None else float(value)
         raise self.refuse(key, f"a number from {low:g} to {high:g}")
 
@@ -70,7 +70,7 @@ class Fields:
 
     def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
         value = self.items(key, most=max(count, 1))
-        found = [float(x) for x in value or () if _is_number(x) and low <= x <= high]
+        found = [float(x) for x in value or () if is_number(x) and low <= x <= high]
         if value is None or not len(found) == len(value) == count:
             raise self.refuse(key, f"{count} numbers from {low:g} to {high:g}")
         return tuple(found)
@@ -93,5 +93,5 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, float) or is_integer(value)

@@ -26,6 +26,7 @@ from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
+from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
@@ -36,6 +37,7 @@ from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.segment import KVStore
+from localllm.layers.short_conv import ShortConv
 from localllm.models.capabilities import has_one_head_shape, is_plain
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
@@ -387,7 +389,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | Recurrent | MLP)
+            assert isinstance(body, Attention | DeltaNet | ShortConv | MLP)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -418,15 +420,16 @@ class GpuProgram:
         for block in self.decoder.blocks:
             if is_ours(block, self.device):
                 dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
-                if isinstance(block.body, Recurrent):
-                    dtypes |= {linear.name: torch.float32 for linear in block.body.exact_linears}
+                for body in block.mixers:
+                    exact = body.exact_linears if isinstance(body, Recurrent) else ()
+                    dtypes |= {linear.name: torch.float32 for linear in exact}
         return AdapterTables(dtypes, self.device)
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is ours."""
-        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return tuple(body.layer for body in ours if isinstance(body, Attention))
+        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
+        return tuple(body.layer for mixers in ours for body in mixers if isinstance(body, Attention))
 
     def _groups(self, batch: Batch) -> list[int]:
         """Return the groups of layers of which we compute some."""
@@ -435,8 +438,8 @@ class GpuProgram:
 
     @cached_property
     def _keeps_states(self) -> bool:
-        ours = (block.body for block in self.decoder.blocks if is_ours(block, self.device))
-        return any(isinstance(body, Recurrent) for body in ours)
+        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
+        return any(isinstance(body, Recurrent) for mixers in ours for body in mixers)
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv
@@ -531,7 +534,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     if isinstance(body, MoE):
         return is_for_kernels(body)
     if isinstance(body, Recurrent):
-        return body.config.shape.fills_vectors
+        return isinstance(body, DeltaNet | ShortConv) and body.config.shape.fills_vectors
     is_known = is_plain(body.config) if isinstance(body, Attention) else isinstance(body, MLP) and body.config.is_plain
     if not is_known:
         return False

@@ -66,7 +66,7 @@ class HeadCut:
 @dataclass(frozen=True)
 class Matrix:
     """One linear layer. Its rows are those of the checkpoint's `parts`, or of `stored` where that is stored fused, and
-    are multiplied by `scale` when they are read."""
+    are multiplied by `scale` when they are read, those of some parts by a number of their own besides."""
 
     name: str  # inside its block: "qkv_proj"
     stored: str  # "model.layers.0.self_attn.qkv_proj"
@@ -78,6 +78,14 @@ class Matrix:
     grouped: Grouped | None = None
     scale: float = 1.0
     cut: HeadCut | None = None
+    part_scales: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def scaled_rows(self) -> list[tuple[float, int]]:
+        """What the stored rows are multiplied by, and how many of them: one after the other."""
+        if not self.part_scales:
+            return [(self.scale, self.out_features)]
+        return [(self.scale * self.part_scales.get(name, 1.0), rows) for name, rows in self.parts.items()]
 
     @property
     def out_features(self) -> int:

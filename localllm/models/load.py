@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,28 +10,33 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.delta_rule import DeltaWeights
+from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.short_conv import ConvWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
+from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.config import (
     AttentionConfig,
+    BesideConfig,
     DeltaNetConfig,
     LatentAttentionConfig,
+    Mamba2Config,
     Mixer,
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
     ShortConvConfig,
 )
+from localllm.layers.config import SingleMixer as SingleMixerConfig
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Embedding, Linear, RowLookup
+from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
-from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import Rotary
 from localllm.layers.short_conv import ShortConv
 from localllm.models.architecture import ModelConfig
@@ -282,12 +288,20 @@ def _feed_forward(loaded: _Loaded, config: MLPConfig | MoEConfig) -> MLP | Split
     return loaded.mlp(config) if isinstance(config, MLPConfig) else loaded.moe(config)
 
 
-def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> Attention | LatentAttention | Recurrent:
-    number = loaded.parts.config.kept_number(layer)
+def _mixer(loaded: _Loaded, layer: int, config: Mixer) -> SingleMixer | Beside:
+    if isinstance(config, BesideConfig):
+        return Beside(tuple(_single_mixer(loaded, layer, each) for each in config.mixers))
+    return _single_mixer(loaded, layer, config)
+
+
+def _single_mixer(loaded: _Loaded, layer: int, config: SingleMixerConfig) -> SingleMixer:
+    number = loaded.parts.config.kept_number(layer, config)
     if isinstance(config, AttentionConfig):
         return _attention(loaded, config, number)
     if isinstance(config, LatentAttentionConfig):
         return _latent_attention(loaded, config, number)
+    if isinstance(config, Mamba2Config):
+        return _mamba2(loaded, config, number)
     if isinstance(config, ShortConvConfig):
         return _short_conv(loaded, config, number)
     return _delta_net(loaded, config, number)
@@ -322,6 +336,25 @@ def _latent_attention(loaded: _Loaded, config: LatentAttentionConfig, number: in
         q_norm=None if config.query_rank is None else RMSNorm(tensors["q_norm"], eps),
         latent_norm=RMSNorm(tensors["latent_norm"], eps),
     )
+
+
+def _mamba2(loaded: _Loaded, config: Mamba2Config, number: int) -> Mamba2:
+    tensors, shape = loaded.block.tensors, config.shape
+    bias = tensors.get("conv_bias")
+    weights = Mamba2Weights(
+        conv=tensors["conv"].view(shape.conv_width, shape.channels),
+        conv_bias=tensors["conv"].new_zeros(shape.channels) if bias is None else bias,
+        a_log=tensors["a_log"],
+        dt_bias=tensors["dt_bias"],
+        d=tensors["d"],
+        norm=tensors.get("norm"),
+        least_step=config.least_step,
+        most_step=math.inf if config.most_step is None else config.most_step,
+        norm_is_gated=config.norm == "gated",
+        eps=loaded.parts.config.norm_eps,
+    )
+    inside, steps, outside = (loaded.linear(name) for name in ("in_proj", "steps_proj", "out_proj"))
+    return Mamba2(config, number, inside, steps, outside, weights)
 
 
 def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attention:

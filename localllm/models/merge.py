@@ -155,13 +155,15 @@ class _Changes:
 class _Source:
     """A tensor of the base, and its name in the new checkpoint.
 
-    plain: what `Checkpoint` calls it, or the matrix of each expert in it. has_experts: these are its first dimension.
+    plain: what `Checkpoint` calls it, or the matrix of each expert in it, or some of its rows. has_experts: these are
+    its first dimension. parts: what reads some of its rows, where they have names of their own.
     """
 
     name: str
     tensor: StoredTensor
     plain: tuple[str, ...]
     has_experts: bool
+    parts: Checkpoint | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -205,7 +207,9 @@ class _MergedCheckpoint:
             view = Checkpoint(self.base, {**roots, name: tensor}, (), self.form)
             names = view.names()
             plain = (names[[*roots].index(name)],) if name in roots else names[len(roots) :]
-            yield _Source(name, tensor, plain, not plain or view.shape(plain[0]) != tensor.shape)
+            has_parts = any(self.form.parts_of(name.rpartition(".")[0]))
+            has_experts = not plain or view.shape(plain[0]) != tensor.shape
+            yield _Source(name, tensor, plain, has_experts and not has_parts, view if has_parts else None)
 
     def _is_fp32(self) -> bool:
         """Return whether most of the numbers are stored in fp32."""
@@ -225,8 +229,12 @@ class _MergedCheckpoint:
         """Yield the bytes of a tensor, an expert's after the other's where it has those of all."""
         for number, plain in enumerate(source.plain):
             delta = self.changes.of(plain.removesuffix(".weight")) if plain.endswith(".weight") else None
-            room = allocate(source.shape, dtype if delta is None else torch.float32, source.name)
-            values = source.tensor.read_into(room, number if source.has_experts else None)
+            wanted = dtype if delta is None else torch.float32
+            if source.parts is not None:
+                values = source.parts.read(plain, source.parts.shape(plain), wanted)
+            else:
+                room = allocate(source.shape, wanted, source.name)
+                values = source.tensor.read_into(room, number if source.has_experts else None)
             if delta is not None:
                 values += delta.T if self._is_turned(source, delta.shape) else delta
                 values = values.to(dtype)

@@ -23,7 +23,16 @@ from torch import Tensor
 from localllm.errors import CheckpointError, show
 from localllm.hub.locks import reading
 from localllm.hub.packed import PACKED_INDEX
-from localllm.layers.config import DeltaNetConfig, LatentAttentionConfig, Mixer, MLPConfig, MoEConfig, ShortConvConfig
+from localllm.layers.config import (
+    BesideConfig,
+    DeltaNetConfig,
+    LatentAttentionConfig,
+    Mamba2Config,
+    Mixer,
+    MLPConfig,
+    MoEConfig,
+    ShortConvConfig,
+)
 from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import add_to_digest
@@ -83,6 +92,8 @@ def _model_entry(config: ModelConfig) -> dict[str, object]:
         entry["per_layer"] = dataclasses.asdict(config.per_layer)
     if config.residual_scale != 1.0:
         entry["residual_scale"] = config.residual_scale
+    if config.stored.multipliers:
+        entry["multipliers"] = [list(pair) for pair in config.stored.multipliers]
     layers = [_layer_entry(layer) for layer in config.layers]
     return entry | (layers[0] if all(layer == layers[0] for layer in layers) else {"layers": layers})
 
@@ -94,6 +105,10 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
 
 
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
+    if isinstance(mixer, BesideConfig):
+        return {name: value for each in mixer.mixers for name, value in _mixer_entry(each).items()}
+    if isinstance(mixer, Mamba2Config):
+        return {"mamba2": dataclasses.asdict(mixer)}
     if isinstance(mixer, ShortConvConfig):
         return {"short_conv": dataclasses.asdict(mixer)}
     if isinstance(mixer, DeltaNetConfig):

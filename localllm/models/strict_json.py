@@ -69,14 +69,14 @@ def parse_json_object(data: bytes, source: str, limits: JsonLimits) -> dict[str,
 def parse_json(data: bytes, source: str, limits: JsonLimits) -> object:
     """Return one JSON value out of UTF-8 `data`; `source` names it in errors.
 
-    Raises CheckpointError for duplicate keys, NaN, infinities, and too deep or too many values.
+    Raises CheckpointError for duplicate keys, NaN, -Infinity, and too deep or too many values.
     """
     require_few_values(data, source, limits)
     try:
         return json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
+            parse_constant=_constant,
             parse_float=_finite_float,
             parse_int=_integer,
         )
@@ -105,7 +105,9 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _refuse_constant(name: str) -> object:
+def _constant(name: str) -> float:
+    if name == "Infinity":  # JSON has no such word; Python writes it where there is no upper bound
+        return math.inf
     raise ValueError(f"{name} is not a JSON number")
 
 

@@ -48,8 +48,8 @@ class CodedMatrix:
         """Return these rows, in this order."""
         return CodedMatrix(self.q[order], self.scale[order], None if self.bias is None else self.bias[order])
 
-    def times(self, factor: float) -> CodedMatrix:
-        """Return the codes of the matrix multiplied by a number."""
+    def times(self, factor: float | Tensor) -> CodedMatrix:
+        """Return the codes of the matrix multiplied by a number, or each row by its own, [N, 1]."""
         return replace(self, scale=self.scale * factor, bias=None if self.bias is None else self.bias * factor)
 
 

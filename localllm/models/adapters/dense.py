@@ -11,7 +11,7 @@ from localllm.models.adapters.places import MatrixPlace, MatrixPlaces
 from localllm.models.adapters.sites import low_rank, placed
 from localllm.models.adapters.stored import StoredAdapter, WeightDelta
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_source import row_order
+from localllm.models.block_source import row_order, row_scales
 from localllm.models.layout import EMBED
 
 
@@ -46,5 +46,5 @@ class DenseDeltas:
             computed[part.first_row : part.first_row + len(added)] += added
         order = row_order(matrix, place.names)
         stored = computed if order is None else torch.empty_like(computed).index_copy_(0, order, computed)
-        rows = stored[place.first : place.first + place.rows].div_(matrix.scale)
+        rows = stored[place.first : place.first + place.rows].div_(row_scales(matrix, place.first, place.rows))
         return rows if bool(rows.any()) else None

@@ -163,7 +163,8 @@ def _deltas(pair: LoraPair, peft: PeftConfig, places: MatrixPlaces, config: Mode
     a, b = pair.read()
     if "lora_embedding_" in pair.a.name:  # y = a.T[token] @ b.T
         a, b = b.T, a.T
-    yield WeightDelta(plain, pair.b.name, a, b, scale)
+    for name, first, rows in config.stored.parts_of(plain) or [(plain, 0, len(b))]:
+        yield WeightDelta(name, pair.b.name, a, b[first : first + rows], scale)
 
 
 def _plain(module: str, config: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from localllm.layers.low_rank import AdapterWeights, LowRank
 from localllm.models.adapters.places import MatrixPlace, MatrixPlaces
 from localllm.models.adapters.stored import CHOOSE_ANOTHER, StoredAdapter, WeightDelta, made_for, unknown_matrix
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_source import add_to_digest, row_order
+from localllm.models.block_source import add_to_digest, row_order, row_scales
 from localllm.models.layout import EMBED
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -50,11 +50,15 @@ def placed(adapter: StoredAdapter, config: ModelConfig) -> Iterator[tuple[Weight
 def low_rank(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, config: ModelConfig) -> LowRank:
     """Return what is added to a site's matrix, fp32, in the model's order of its rows. Raises AdapterError where scaled
     numbers are too large for that."""
-    scale = delta.scale * place.matrix.scale
+    scale = delta.scale * row_scales(place.matrix, place.first, place.rows)
     a, b = delta.a.float(), delta.b.float() * scale  # as PEFT computes: a scale that is rounded to bf16 is 0.4 % off
     if not bool(torch.isfinite(b).all()):
         what = f"{adapter.place}: the numbers of {show(delta.stored)} are too large"
-        raise AdapterError(what, why=f"multiplied by {scale:g} they are infinite in {b.dtype}", fix=CHOOSE_ANOTHER)
+        raise AdapterError(
+            what,
+            why=f"multiplied by {float(torch.as_tensor(scale).max()):g} they are infinite in {b.dtype}",
+            fix=CHOOSE_ANOTHER,
+        )
     if place.site == EMBED:  # a token chooses a column of a
         return LowRank(b.T.contiguous(), a.T.contiguous())
     order = row_order(place.matrix, place.names)

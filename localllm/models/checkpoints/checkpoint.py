@@ -40,7 +40,7 @@ _DECIDES = re.compile(
     r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
     r"\.(?:weight|bias|e_score_correction_bias)"
     r"|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+|layer_scalar|per_layer_\w+\.weight|router\.\w+)"
-    r"|model\.layers\.\d+\.(?:linear_attn|conv)\.[\w.]+|lm_head\.bias|model\.norm\.bias"
+    r"|model\.layers\.\d+\.(?:linear_attn|mamba|conv)\.[\w.]+|lm_head\.bias|model\.norm\.bias"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows]; or their biases.
 _FUSED = re.compile(
@@ -50,10 +50,12 @@ _FUSED = re.compile(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is stored. expert: its number where it is one of a tensor of all."""
+    """Where a tensor is stored. expert: its number where it is one of a tensor of all. rows: the first one and their
+    number, where it is some of a tensor's."""
 
     name: str
     expert: int | None = None
+    rows: tuple[int, int] | None = None
 
 
 class Closing(Protocol):
@@ -77,7 +79,8 @@ class Checkpoint:
         self._opened = tuple(opened)
         self._prefix = next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in tensors), "model.")
         self._form = form
-        self._stored = _with_experts(_plain_names(tensors, self._prefix, place, form), tensors, place)
+        names = _plain_names(tensors, self._prefix, place, form)
+        self._stored = _with_parts(_with_experts(names, tensors, place), tensors, place, form)
         self._asked: set[str] = set()
 
     @classmethod
@@ -233,7 +236,61 @@ class Checkpoint:
                 why=f"{len(self._stored)} tensors are stored; the nearest names: {near}",
                 fix=FETCH_ANEW,
             )
-        return self._tensors[self._stored[name].name]
+        found = self._stored[name]
+        tensor = self._tensors[found.name]
+        return tensor if found.rows is None else _RowsOf(tensor, *found.rows)
+
+
+@dataclass(frozen=True)
+class _RowsOf:
+    """Some rows of a stored matrix, or of its bias, as a tensor of their own: from number `first` on. Of plain numbers
+    no others are read; of codes all are decoded."""
+
+    tensor: StoredTensor
+    first: int
+    rows: int
+
+    @property
+    def path(self) -> Path:
+        return self.tensor.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:])
+
+    @property
+    def form(self) -> str:
+        return self.tensor.form
+
+    @property
+    def kept(self) -> WeightLayout | None:
+        return self.tensor.kept
+
+    @property
+    def comes_in_pieces(self) -> bool:
+        return isinstance(self.tensor, PlainTensor)
+
+    def dtype(self) -> str:
+        return self.tensor.dtype()
+
+    def read_into(self, out: Tensor, _part: int | None = None) -> Tensor:
+        if isinstance(self.tensor, PlainTensor):
+            return self.tensor.file.read_slab(self.tensor.name, self.first, out)
+        whole = self.tensor.read_into(allocate(self.tensor.shape, out.dtype, self.path.name))
+        return out.copy_(whole[self.first : self.first + self.rows].view(out.shape))
+
+    def codes(self, _part: int | None, /) -> Iterator[CodedMatrix]:
+        import torch
+
+        from localllm.quant.coded import joined
+
+        yield joined([*self.tensor.codes(None)]).rows(torch.arange(self.first, self.first + self.rows))
+
+    def fill_tiles(self, _part: int | None, _order: Tensor | None, _out: Mapping[str, Tensor], /) -> bool:
+        return False
+
+    def chunks(self) -> Iterator[bytes]:
+        return self.tensor.chunks()
 
 
 def is_quantized(directory: Path) -> bool:
@@ -278,6 +335,23 @@ def _with_experts(names: Mapping[str, str], tensors: Mapping[str, StoredTensor],
                     raise _stored_twice(directory, other, name, places[other].name)
             places[f"{experts}.{expert}.{matrix}.{kind}"] = _Place(name, expert)
     return places
+
+
+def _with_parts(
+    places: Mapping[str, _Place], tensors: Mapping[str, StoredTensor], directory: Path, form: StoredForm
+) -> dict[str, _Place]:
+    """Return where each tensor is, parts of those whose rows have names of their own in their place."""
+    found: dict[str, _Place] = {}
+    for plain, place in places.items():
+        stem, _, kind = plain.rpartition(".")
+        parts = form.parts_of(stem) if kind in ("weight", "bias") else []
+        shape, total = tensors[place.name].shape, sum(rows for _, _, rows in parts)
+        if parts and shape[:1] != (total,):
+            why = f"it stores {list(shape)}; config.json means {total} rows"
+            raise CheckpointError(f"{directory}: {show(place.name)} has the wrong shape", why=why, fix=FETCH_ANEW)
+        of_parts = {f"{name}.{kind}": _Place(place.name, rows=(first, rows)) for name, first, rows in parts}
+        found |= of_parts or {plain: place}
+    return found
 
 
 def _stored_twice(directory: Path, plain: str, first: str, second: str) -> CheckpointError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from localllm.layers.config import MLPConfig, MoEConfig
+from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import LayerConfig, ModelConfig
-from localllm.models.families.reading import read_attentions, read_mlp, read_model, with_defaults
+from localllm.models.families.reading import num_layers, read_attentions, read_mlp, read_model, with_defaults
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
@@ -19,16 +20,21 @@ DEFAULTS: dict[str, object] = {
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
-    return granite(fields, read_mlp(fields, has_bias=fields.flag("mlp_bias")))
+    mlp = read_mlp(fields, has_bias=fields.flag("mlp_bias"))
+    return granite(fields, [LayerConfig(read_attention(fields), mlp)] * num_layers(fields))
 
 
-def granite(fields: Fields, feed_forward: MLPConfig | MoEConfig, **traits: Any) -> ModelConfig:
-    """Return a model of what Granite's dense models and mixtures share. traits: fields of ModelConfig."""
+def read_attention(fields: Fields) -> AttentionConfig:
+    """Return the attention of every layer that has it."""
     has_bias, scale = fields.flag("attention_bias"), fields.number("attention_multiplier", 1e-9, 1e9)
-    attentions = read_attentions(fields, scale=scale, has_bias=has_bias, has_output_bias=has_bias)
+    return read_attentions(fields, scale=scale, has_bias=has_bias, has_output_bias=has_bias)[0]
+
+
+def granite(fields: Fields, layers: Sequence[LayerConfig], **traits: Any) -> ModelConfig:
+    """Return a model with the multipliers of all of Granite's. traits: fields of ModelConfig."""
     return read_model(
         fields,
-        [LayerConfig(attention, feed_forward) for attention in attentions],
+        layers,
         embedding_scale=fields.number("embedding_multiplier", 1e-9, 1e9),
         residual_scale=fields.number("residual_multiplier", 1e-9, 1e9),
         logit_scale=1.0 / fields.number("logits_scaling", 1e-9, 1e9),

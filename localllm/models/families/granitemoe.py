@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from localllm.layers.config import MoEConfig
-from localllm.models.architecture import ModelConfig, StoredForm
+from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families import granite
-from localllm.models.families.reading import read_mlp, read_router, with_defaults
+from localllm.models.families.reading import num_layers, read_mlp, read_router, with_defaults
 from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
@@ -23,4 +23,5 @@ RENAMES = (
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     moe = MoEConfig(read_router(fields, "chosen", num_experts="num_local_experts"), read_mlp(fields))
-    return granite.granite(fields, moe, stored=StoredForm(RENAMES))
+    layers = [LayerConfig(granite.read_attention(fields), moe)] * num_layers(fields)
+    return granite.granite(fields, layers, stored=StoredForm(RENAMES))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError, show
-from localllm.kernels.sizes import DeltaShape, RouterConfig, Scores
+from localllm.kernels.sizes import DeltaShape, Mamba2Shape, RouterConfig, Scores
 from localllm.layers.config import (
     MAX_EXPERTS,
     Activation,
     AttentionConfig,
     DeltaNetConfig,
     KeyValue,
+    Mamba2Config,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -22,7 +24,8 @@ from localllm.layers.config import (
     RopeKind,
 )
 from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement, StoredDtype
-from localllm.models.fields import Fields, is_integer
+from localllm.models.block_layouts import mamba2_rows
+from localllm.models.fields import Fields, is_integer, is_number
 from localllm.models.rope_fields import (
     FULL,
     LINEAR,
@@ -45,6 +48,7 @@ MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
 MAX_CONV_WIDTH = 8
+_INFINITY = "Infinity"
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -58,6 +62,32 @@ _ACTIVATIONS: dict[str, Activation] = {
     "xielu": "xielu",
 }
 _DTYPES: dict[str, StoredDtype] = {name: name for name in get_args(StoredDtype)}
+
+# What the keys of Mamba 2 are called in most families' files.
+MAMBA2_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "activation": "hidden_act",
+        "heads": "mamba_n_heads",
+        "head_dim": "mamba_d_head",
+        "groups": "mamba_n_groups",
+        "state": "mamba_d_state",
+        "conv": "mamba_d_conv",
+        "conv_bias": "mamba_conv_bias",
+        "bias": "mamba_proj_bias",
+    }
+)
+MAMBA2_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "mamba_n_heads": 128,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    }
+)
 
 # What transformers takes for a key of its first decoders that is absent; most families differ in some of them.
 _LLAMA_DEFAULTS: Mapping[str, object] = MappingProxyType(
@@ -233,6 +263,59 @@ def read_delta_net(fields: Fields, **traits: Any) -> DeltaNetConfig:
     return DeltaNetConfig(shape, **traits)
 
 
+# Mamba 2
+
+
+def read_mamba2(
+    fields: Fields, names: Mapping[str, str] = MAMBA2_KEYS, *, features: int | None = None, **traits: Any
+) -> Mamba2Config:
+    """Return the Mamba 2 of each layer that has it. names: of the keys, where the family has others.
+
+    features: of all heads; by default the file's heads and their size tell. traits: fields of Mamba2Config besides.
+    """
+    names = {**MAMBA2_KEYS, **names}
+    if read_activation(fields, names["activation"]) != "silu":
+        raise unsupported(fields.source, "Mamba 2 with another activation", "silu")
+    heads = fields.integer(names["heads"], 1, MAX_HEADS)
+    if fields.get(names["head_dim"]) == "auto" and features is not None and features % heads == 0:
+        head_dim = features // heads
+    else:
+        head_dim = fields.integer(names["head_dim"], 1, MAX_HEAD_DIM)
+    if features is not None and heads * head_dim != features:
+        raise fields.refuse(names["heads"], f"a number of heads of {head_dim} features that has {features} of them")
+    shape = Mamba2Shape(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=fields.integer(names["groups"], 1, MAX_HEADS),
+        state_size=fields.integer(names["state"], 1, MAX_HEAD_DIM),
+        conv_width=fields.integer(names["conv"], 2, MAX_CONV_WIDTH),
+    )
+    if heads % shape.num_groups:
+        raise fields.refuse(names["groups"], f"a divisor of {names['heads']} = {heads}")
+    bounds = {} if "least_step" in traits else _step_bounds(fields)
+    has_conv_bias, has_bias = fields.flag(names["conv_bias"]), fields.flag(names["bias"])
+    traits = {"has_bias": has_bias, "has_output_bias": has_bias, **bounds, **traits}
+    return Mamba2Config(shape, has_conv_bias=has_conv_bias, **traits)
+
+
+def _step_bounds(fields: Fields) -> dict[str, float | None]:
+    """Return the bounds of a token's step, of which the upper one may be infinite: as JSON has no word for that,
+    transformers writes an object."""
+    bounds = fields.items("time_step_limit", most=2)
+    if bounds is None:
+        return {}
+    found = [math.inf if each in (_INFINITY, {"__float__": _INFINITY}) else each for each in bounds]
+    numbers = [float(each) for each in found if is_number(each) and each >= 0]
+    if len(numbers) != 2 or math.isinf(numbers[0]):
+        raise fields.refuse("time_step_limit", "two numbers from 0 on")
+    return {"least_step": numbers[0], "most_step": None if math.isinf(numbers[1]) else numbers[1]}
+
+
+def mamba2_split(config: Mamba2Config) -> tuple[str, tuple[tuple[str, int], ...]]:
+    """Return how the rows of its projection are split: see `StoredForm.splits`."""
+    return ".in_proj", mamba2_rows(config.shape)
+
+
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Return the numbers of query heads, of key-value heads, and of the features of a head."""
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -346,9 +429,9 @@ def sparse_layers(fields: Fields, mixers: Sequence[Mixer], moe: MoEConfig) -> li
     return [LayerConfig(mixer, moe if sparse else dense) for mixer, sparse in pairs]
 
 
-def read_activation(fields: Fields) -> Activation:
-    """Return the activation of feed-forwards."""
-    key = "hidden_activation" if "hidden_activation" in fields.defaults else "hidden_act"
+def read_activation(fields: Fields, key: str = "") -> Activation:
+    """Return the activation of feed-forwards, or the one under this key."""
+    key = key or ("hidden_activation" if "hidden_activation" in fields.defaults else "hidden_act")
     name = fields.optional_text(key) or str(fields.defaults[key])
     if name not in _ACTIVATIONS:
         raise unsupported(fields.source, f"the {key} {show(name)}", ", ".join(_ACTIVATIONS))

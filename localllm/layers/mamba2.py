@@ -1,0 +1,63 @@
+"""The body of Mamba 2: project, take in and read out each sequence's states, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels import reference
+from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
+from localllm.layers.adapted import adapted, add_adapters
+from localllm.layers.batch import Batch
+from localllm.layers.config import Mamba2Config
+from localllm.layers.linear import Linear
+from localllm.layers.segment import Segment
+
+
+@dataclass(eq=False)
+class Mamba2:
+    """layer: its number among those with states. in_proj: gates of what comes out, and what the convolution sees.
+    steps_proj: in fp32, the length of each head's step."""
+
+    config: Mamba2Config
+    layer: int
+    in_proj: Linear
+    steps_proj: Linear
+    out_proj: Linear
+    weights: Mamba2Weights
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices that are not read in fp32."""
+        return self.in_proj, self.out_proj
+
+    @property
+    def exact_linears(self) -> tuple[Linear, ...]:
+        return (self.steps_proj,)
+
+    @property
+    def device(self) -> torch.device:
+        return self.in_proj.device
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        shape = self.config.shape
+        # Steps in fp64: sums of fp32 depend in their last digits on how many rows there are.
+        steps = reference.linear(x.double(), self.steps_proj.tensors["weight"], self.steps_proj.bias).float()
+        add_adapters(self.steps_proj.name, x.float(), steps, batch)
+        wide = adapted(self.in_proj, x, batch)
+        raw = torch.cat((wide[:, shape.features :].float(), steps), dim=-1)
+        mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])
+        mixed = gated_norm(mixed.flatten(1), wide[:, : shape.features], self.weights, shape.num_groups)
+        return adapted(self.out_proj, mixed.to(x.dtype), batch)
+
+    def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
+        store = segment.kv.state
+        assert store is not None, "its layer keeps a state"
+        end = segment.past + len(raw)
+        state = LayerState(self.config.shape, store.states.layer(self.layer))
+        snapshots = {position: each.layer(self.layer) for position, each in store.due.items()}
+        return mix(StateRows(state, raw, segment.past, min(store.committed, end), snapshots), self.weights)
