@@ -23,7 +23,15 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
 
-FAMILIES = {"qwen3_5": "int4", "qwen3_next": "int8", "olmo_hybrid": "fp32"}
+FAMILIES = {
+    "qwen3_5": "int4",
+    "qwen3_next": "int8",
+    "olmo_hybrid": "fp32",
+    "granitemoehybrid": "int4",
+    "nemotron_h": "int8",
+    "falcon_h1": "int4",
+    "mamba2": "int4",
+}
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
 
 
@@ -61,8 +69,8 @@ def test_no_placement_changes_a_token(hybrid: Engine, placement: str) -> None:
     if hybrid.residency.placed is None:
         pytest.skip("a model that is computed from its checkpoint stays where it is")
     expected = said(hybrid, *wishes())
-    nets, layers = hybrid.config.recurrents, enumerate(hybrid.config.layers)
-    states = {f"layers.{number}.attention" for number, layer in layers if layer.mixer in nets}
+    nets, layers = set(hybrid.config.recurrents), enumerate(hybrid.config.layers)
+    states = {f"layers.{number}.attention" for number, layer in layers if nets & set(layer.mixers)}
     before = hybrid.residency.blocks
 
     def is_streamed(name: str) -> bool:

@@ -239,8 +239,16 @@ class StateShape:
         return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
 
 
+class ConvolvedShape(StateShape):
+    """The shape of a layer with a convolution in front. channels: features that it sees, the first of a kept row."""
+
+    @property
+    def channels(self) -> int:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class DeltaShape(StateShape):
+class DeltaShape(ConvolvedShape):
     """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence, float32 matrices [value heads,
     value_dim / lanes, key_dim, lanes] among it.
 
@@ -293,7 +301,7 @@ class DeltaShape(StateShape):
 
 
 @dataclass(frozen=True)
-class Mamba2Shape(StateShape):
+class Mamba2Shape(ConvolvedShape):
     """A layer of Mamba 2: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
     state_size, lanes] among it.
 
@@ -324,7 +332,11 @@ class Mamba2Shape(StateShape):
 
     @property
     def fills_vectors(self) -> bool:
-        return False
+        return self.state_size % TILE == 0 == self.head_dim % TILE
+
+    @property
+    def prepared_floats(self) -> int:
+        return self.num_groups * (2 * self.state_size + TILE) + self.num_heads * (self.head_dim + TILE)
 
     @property
     def row_floats(self) -> int:

@@ -11,10 +11,11 @@ from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
+from localllm.kernels.cpu_mamba import Mamba2Room
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, DeltaShape, StatePlace, StateShape
+from localllm.kernels.sizes import TILE, DeltaShape, Mamba2Shape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.beside import mixers_of
@@ -80,6 +81,8 @@ class StateRooms:
         self._tables = StateTables(rows, segments, snapshots)
         deltas = [shape for shape in dict.fromkeys(shapes) if isinstance(shape, DeltaShape)]
         self.deltas = {shape: DeltaRoom(shape, self._tables) for shape in deltas}
+        mambas = [shape for shape in dict.fromkeys(shapes) if isinstance(shape, Mamba2Shape)]
+        self.mambas = {shape: Mamba2Room(shape, self._tables) for shape in mambas}
 
     def placed(self, segments: Sequence[PlacedStates]) -> StateRooms:
         """Place these segments in this room, or in another one where they need more than it has; return which."""

@@ -82,12 +82,15 @@ class Recorder(Products):
         if isinstance(body, MoE):
             yield from self._mixture(block, body)
             return
+        if isinstance(body, Beside):
+            yield from self._beside(block, body)
+            return
         first, *_, last = body.linears
         yield from self.wide(first, as_rms(block.norm_in))
         if isinstance(body, MLP):
             yield self._gate(body)
         else:
-            assert not isinstance(body, SplitMLP | Beside), "`supports` said so"
+            assert not isinstance(body, SplitMLP), "`supports` said so"
             yield from mixed_steps(self, body, as_rms(block.norm_in), self.decoder.config.norm_eps)
             yield self.quantize(last, self.room.mixed, None)
         norm_out, gate = as_rms(block.norm_out), block.per_layer_gate
@@ -99,6 +102,20 @@ class Recorder(Products):
             yield self._add_norm(norm_out, block.scalar if gate is None else None)
         if gate is not None:
             yield from self._per_layer(gate, block.scalar)
+
+    def _beside(self, block: Block, body: Beside) -> Iterator[Step]:
+        """x += the sum of what several mixers make of norm_in(x)."""
+        room, norm, eps = self.room, as_rms(block.norm_in), self.decoder.config.norm_eps
+        assert block.norm_out is None, "no family has one there"
+        for number, mixer in enumerate(body.mixers):
+            first, last = mixer.linears[0], mixer.linears[-1]
+            yield from self.wide(first, norm)
+            yield from mixed_steps(self, mixer, norm, eps)
+            yield self.quantize(last, room.mixed, None)
+            yield from self.multiply(last, room.y, adds=number > 0)
+        yield cpu_quantize.add(self.isa).step(
+            x=room.y, y=room.x, shape=room.activations.shape, features=room.x.shape[1]
+        )
 
     def _per_layer(self, body: PerLayerGate, scalar: Tensor | None) -> Iterator[Step]:
         """x = scalar * (x + norm(back(activation(gate(x)) * inputs of the layer)))."""
