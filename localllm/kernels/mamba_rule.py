@@ -73,8 +73,7 @@ def mix(rows: StateRows[Mamba2Shape], weights: Mamba2Weights) -> Tensor:
 
 
 def gated_norm(mixed: Tensor, z: Tensor, weights: Mamba2Weights, num_groups: int) -> Tensor:
-    """norm(mixed * silu(z)) or norm(mixed) * silu(z), each [T, features]; the norm is each group's own. In fp64, as what
-    goes before."""
+    """norm(mixed * silu(z)) or norm(mixed) * silu(z), each [T, features], in fp64; the norm is each group's own."""
     mixed, gate = mixed.double(), functional.silu(z.double())
     if weights.norm is None:
         return (mixed * gate).float()
