@@ -31,6 +31,7 @@ FAMILIES = {
     "nemotron_h": "int8",
     "falcon_h1": "int4",
     "mamba2": "int4",
+    "rwkv7": "int4",
 }
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
 

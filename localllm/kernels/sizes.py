@@ -353,5 +353,72 @@ class Mamba2Shape(ConvolvedShape):
         return self.features * self.state_size
 
 
+# What a time mix of RWKV-7 makes of a token, so many features of each side by side: what the next token sees, keys,
+# values, decays and rates before their sigmoids, receptances, gates of what comes out, and what mixes a layer's values
+# with those of the first.
+RWKV7_PROJECTED = ("x", "k", "v", "w", "a", "r", "g", "value_gate")
+RWKV7_KEPT = RWKV7_PROJECTED[:5]  # of a token that the state does not hold yet
+RWKV7_MIXED = ("r", "w", "k", "v", "a", "g")  # what a token and the one before it are mixed for
+
+
+@dataclass(frozen=True)
+class Rwkv7Shape(StateShape):
+    """A time mix of RWKV-7: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
+    head_dim, lanes] among it: the features of keys before those of values that lie side by side."""
+
+    num_heads: int
+    head_dim: int
+    conv_width: int = 2  # a token sees the one before it
+
+    @property
+    def features(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def lanes(self) -> int:
+        """Value features that lie side by side in a state."""
+        return TILE if self.head_dim % TILE == 0 else self.head_dim
+
+    @property
+    def fills_vectors(self) -> bool:
+        return self.head_dim % TILE == 0
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def matrix_floats(self) -> int:
+        return self.features * self.head_dim
+
+    @property
+    def row_floats(self) -> int:
+        return len(RWKV7_KEPT) * self.features
+
+
+@dataclass(frozen=True)
+class ShiftShape(StateShape):
+    """A layer that sees a token and the one before it, and keeps no more: so many features of each."""
+
+    features: int
+    conv_width: int = 2
+
+    @property
+    def fills_vectors(self) -> bool:
+        return self.features % TILE == 0
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    @property
+    def matrix_floats(self) -> int:
+        return 0
+
+    @property
+    def row_floats(self) -> int:
+        return self.features
+
+
 def _rounded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.mamba2 import Mamba2
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 
-Recurrent = DeltaNet | Mamba2
+Recurrent = DeltaNet | Mamba2 | Rwkv7TimeMix | Rwkv7ChannelMix
