@@ -389,7 +389,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 11}),
     "starcoder2-plain": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
-    "rwkv7": ("rwkv7", {}),
+    "rwkv7": ("rwkv7", {"intermediate_size": 128}),
     "rwkv7-odd": (
         "rwkv7",
         {"hidden_size": 72, "head_dim": 24, "intermediate_size": 100, "norm_bias": False, "norm_first": False}

@@ -19,7 +19,7 @@ from torch.nn.functional import layer_norm
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 DEFAULTS: dict[str, Any] = {
-    "head_dim": 16, "decay_low_rank_dim": 8, "gate_low_rank_dim": 24, "a_low_rank_dim": 16, "v_low_rank_dim": 4,
+    "head_dim": 16, "decay_low_rank_dim": 16, "gate_low_rank_dim": 80, "a_low_rank_dim": 64, "v_low_rank_dim": 32,
     "norm_eps": 1e-5, "norm_first": True, "norm_bias": True, "hidden_act": "sqrelu", "tie_word_embeddings": False,
     "attn": None,
 }  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,14 @@ from localllm.kernels.cpu_ir import F32, F32V, I32, LANES, Kernel, Value, Variab
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_shift import keep_rows
 from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.rwkv7 import LOG_DECAY, SMALLEST_NORM, TimeMixWeights
-from localllm.kernels.sizes import RWKV7_KEPT, RWKV7_PROJECTED, STEP_ROWS, Rwkv7Shape, StatePlace, StateShape
+from localllm.kernels.sizes import RWKV7_KEPT, RWKV7_PROJECTED, Rwkv7Shape, StatePlace
 
 HALVES = 2  # of a sum over key features
 FEATURES_A_STEP = 4
 SIDE_BY_SIDE = 2  # tiles that share the loads of what a key feature is multiplied by
-S = TypeVar("S", bound=StateShape)
 _MADE = ("decay", "unit", "taken", "key")  # of a token and a head, before its state takes it in
 
 
@@ -96,7 +96,7 @@ class _Head:
             for name in RWKV7_KEPT:
                 self._copy(self._at(source, name), self._at(target.at(self._column), name), 4 * shape.head_dim)
 
-        keep_rows(segment, self.first, copy)
+        keep_rows(segment, copy)
 
     def _row(self, position: Value) -> Value:
         """A pointer to this head's columns of the batch's row at a position, or of the kept one."""
@@ -223,21 +223,6 @@ class _Head:
     def _copy(self, source: Value, target: Value, num_bytes: int) -> None:
         with self.k.range(self.k.i64(0), self.k.i64(num_bytes), 4 * LANES) as at:
             target.at(at).store(source.at(at).load(F32V))
-
-
-def keep_rows(segment: StateSegment[S], first: Value, copy: Callable[[Value, Value], None]) -> None:
-    """Write what a thread has of rows to the snapshots and into the kept rows. first: the position of the first token
-    that the state lacks. copy: writes its part of the row at a position to a row."""
-    k, shape = segment.k, segment.shape
-    with segment.snapshots() as (position, part):
-        is_reached = position.compare("ugt", first) & position.compare("ule", segment.end)
-        with k.when(is_reached):
-            copy(position - 1, part.at(shape.matrix_bytes))
-            for at in range(shape.matrix_bytes + 4 * shape.row_floats, shape.snapshot_bytes, 4):
-                part.at(at).store(k.constant(I32, 0))
-    rows = k.smaller(segment.end - segment.past, k.i64(STEP_ROWS))
-    with k.range(segment.end - rows, segment.end, rolled=True) as position:
-        copy(position, segment.kept(position))
 
 
 @cache

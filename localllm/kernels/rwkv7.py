@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import RWKV7_KEPT, Rwkv7Shape, StateShape
+from localllm.kernels.sizes import REPLAYED_ROWS, RWKV7_KEPT, Rwkv7Shape, StateShape
 
 LOG_DECAY = -0.6065306597126334  # of a decay's sigmoid: -exp(-0.5)
 SMALLEST_NORM = 1e-12
@@ -93,10 +93,10 @@ def mix_channels(rows: StateRows[StateShape]) -> None:
     state = rows.state
     for position, snapshot in rows.snapshots.items():
         at = position - rows.past
-        tail = rows.raw[at - 1 : at] if at > 0 else state.rows(position - 1, position)
-        state.write_snapshot(snapshot, state.matrices, tail)
+        if -REPLAYED_ROWS < at <= len(rows.raw):  # else another batch of the forward takes it
+            tail = rows.raw[at - 1 : at] if at > 0 else state.rows(position - 1, position)
+            state.write_snapshot(snapshot, state.matrices, tail)
     state.keep_rows(rows.past, rows.raw)
-    state.position = rows.committed
 
 
 def _head_norm(x: Tensor, weights: TimeMixWeights) -> Tensor:

@@ -395,6 +395,10 @@ class Rwkv7Shape(StateShape):
     def row_floats(self) -> int:
         return len(RWKV7_KEPT) * self.features
 
+    @property
+    def prepared_floats(self) -> int:
+        return (len(RWKV7_PROJECTED) + len(RWKV7_MIXED) + 2) * self.features
+
 
 @dataclass(frozen=True)
 class ShiftShape(StateShape):
@@ -417,6 +421,10 @@ class ShiftShape(StateShape):
 
     @property
     def row_floats(self) -> int:
+        return self.features
+
+    @property
+    def prepared_floats(self) -> int:
         return self.features
 
 

@@ -33,6 +33,7 @@ def mixed_steps(
     elif isinstance(body, DeltaNet):
         yield from _delta_net(write, body, norm)
     else:
+        assert isinstance(body, Mamba2), "others have blocks of their own"
         yield from _mamba2(write, body, norm)
 
 

@@ -21,10 +21,12 @@ from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE, MoENorms
-from localllm.layers.norm import RMSNorm, as_rms
+from localllm.layers.norm import LayerNorm, RMSNorm, as_rms
 from localllm.layers.per_layer import PerLayerGate
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_mixers import mixed_steps
 from localllm.models.cpu_products import Products, packed_matrix, required
+from localllm.models.cpu_rwkv_steps import layer_norm_step, rwkv7_steps
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.offload.streaming.lru_slots import Expert
@@ -81,6 +83,9 @@ class Recorder(Products):
         body = block.body
         if isinstance(body, MoE):
             yield from self._mixture(block, body)
+            return
+        if isinstance(body, Rwkv7TimeMix | Rwkv7ChannelMix):
+            yield from rwkv7_steps(self, block)
             return
         if isinstance(body, Beside):
             yield from self._beside(block, body)
@@ -184,7 +189,12 @@ class Recorder(Products):
 
     def head(self, logits: Tensor) -> Iterator[Step]:
         """logits: rows of whole tiles."""
-        yield self.quantize(self.decoder.head, self.room.x, as_rms(self.decoder.final_norm))
+        norm, room = self.decoder.final_norm, self.room
+        if isinstance(norm, LayerNorm):
+            yield layer_norm_step(self, norm, room.x, room.y)
+            yield self.quantize(self.decoder.head, room.y, None)
+        else:
+            yield self.quantize(self.decoder.head, room.x, norm)
         head = required(self.decoder.head)
         kernel = cpu_matmul.matmul(self.isa, head.weights, self.block_rows)
         yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)
