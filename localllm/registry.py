@@ -99,6 +99,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "phi4mm": "phi4_multimodal",
         "phi4_multimodal": "phi4_multimodal",
         "nemotron": "nemotron",
+        "rwkv7": "rwkv7",
     }
 )
 

@@ -30,7 +30,7 @@ from tests.gguf_support import as_stored, cut, gguf
 
 _BESIDE = re.compile(r"visual|vision|multi_modal|audio|image|act_fn|moe_statics|conv1d|norm|(?:mamba|mixer)\.out_proj")
 _MLP = (".gate_proj", ".up_proj", ".down_proj", ".gate")
-_OUTER = ("embed_tokens", "lm_head")
+_OUTER = ("embed_tokens", "embeddings", "lm_head")
 
 
 def targets_of(model: Any) -> dict[str, Any]:

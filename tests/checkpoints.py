@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.rwkv7_peer import Rwkv7Peer
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -411,6 +413,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 11}),
     "starcoder2-plain": ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "rwkv7": ("rwkv7", {"intermediate_size": 128}),
+    "rwkv7-odd": (
+        "rwkv7",
+        {"hidden_size": 72, "head_dim": 24, "intermediate_size": 100, "norm_bias": False, "norm_first": False}
+        | {"num_hidden_layers": 3, "tie_word_embeddings": True, "v_low_rank_dim": 5, "a_low_rank_dim": 9},
+    ),
     "phi4_multimodal": ("phi4_multimodal", {"partial_rotary_factor": 0.5}),
     "hunyuan_v1_moe-alpha": (
         "hunyuan_v1_moe",
@@ -418,6 +426,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0}},
     ),
 }
+
+# The others have a peer of ours, which PEFT does not know.
+OF_TRANSFORMERS = [name for name, (kind, _) in FAMILIES.items() if kind != "rwkv7"]
 
 
 def write_checkpoint(
@@ -435,6 +446,11 @@ def write_checkpoint(
     model_type, differences = FAMILIES[family]
     torch.manual_seed(seed)
     sizes = SHAPE | differences | ({"num_hidden_layers": layers} if layers else {}) | others
+    if model_type == "rwkv7":  # which transformers has not
+        own = Rwkv7Peer(sizes)
+        own.save_pretrained(directory)
+        write_byte_tokenizer(directory)
+        return own
     kind = AutoModelForCausalLM
     if model_type in MULTIMODAL:
         kind, sizes = AutoModelForImageTextToText, {"text_config": sizes, "vision_config": MULTIMODAL[model_type]}

@@ -30,7 +30,7 @@ from localllm.quant.dense import Dense
 from localllm.runtime.engine_loader import with_room_for_adapters
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import OF_TRANSFORMERS, write_checkpoint
 from tests.cli_support import share_kernels
 from tests.engine_support import answered
 from tests.test_parity import TOLERANCE, peer_logits, prompt
@@ -91,7 +91,7 @@ def made(directory: Path, family: str, config: EngineConfig, *adapters: dict[str
 FP32 = EngineConfig(device="cpu", dtype="fp32")
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, PARITY.__contains__))
+@pytest.mark.parametrize("family", thinned(OF_TRANSFORMERS, PARITY.__contains__))
 def test_logits_are_those_of_peft(tmp_path: Path, family: str) -> None:
     case = made(tmp_path, family, FP32, {})
     ids, peer = prompt(40), case.peers[0]

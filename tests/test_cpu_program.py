@@ -46,6 +46,10 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 160, "layer_types": ["sliding_attention", "full_attention"],
     "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 10.0,
 }  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 48, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_expand": 3,
+    "mamba_proj_bias": True, "num_key_value_heads": 2,
+}  # fmt: skip
 EXPERTS = {"num_experts": 24, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 CONVS = ["conv", "full_attention", "conv"]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -95,6 +99,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
         "rope_parameters": {"rope_theta": None},
     },
+    "bamba": {"model_type": "bamba", **MAMBA, "attn_layer_indices": [1], "partial_rotary_factor": 1.0},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 128,
+        "num_local_experts": 6,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 48,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 128,
+        "mlp_bias": True,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        **MAMBA,
+        "mamba_d_ssm": 384,
+        "projectors_bias": True,
+        "key_multiplier": 0.5,
+        "head_dim": 64,
+        "mamba_rms_norm": True,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 16,
+    },
+    "mamba2": {"model_type": "mamba2", "num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 32},
     "gemma4": GEMMA4,
     "gemma4, shared keys": GEMMA4
     | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}

@@ -25,7 +25,7 @@ from localllm.settings import EngineConfig
 from tests import cli_support, test_quantized_model
 from tests import test_quantized_formats as formats
 from tests.adapters import write_gguf_lora, write_merged, write_peft_adapter
-from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.checkpoints import OF_TRANSFORMERS, write_checkpoint
 from tests.cli_support import run_cli
 from tests.gguf_support import all_of, write_gguf
 from tests.patience import PATIENCE_S
@@ -67,7 +67,7 @@ def write_rounded(folder: Path, family: str, **options: Any) -> Any:
     return peer
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, ORACLES.__contains__))
+@pytest.mark.parametrize("family", thinned(OF_TRANSFORMERS, ORACLES.__contains__))
 def test_numbers_are_those_that_peft_merges_in_fp32(tmp_path: Path, family: str) -> None:
     """Almost all bit by bit, the others within a step of bf16: a factor that is no power of two may be multiplied by
     earlier, and a product summed in another order. Where a sum is nearly nothing, that is a step of fp32 of its parts.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.kernels.sizes import Glu, RouterConfig
+from localllm.kernels.sizes import Glu, RouterConfig, Rwkv7Shape
 from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S
@@ -473,6 +473,8 @@ OF_FAMILIES: list[tuple[str, dict[str, object], str]] = [
     ("gemma3", {}, "text_config"),
     ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
     ("llama", {"rope_scaling": LLAMA3}, "high_freq"),
+    ("rwkv7", {"head_dim": 48}, "head_dim"),
+    ("rwkv7", {"decay_low_rank_dim": 0}, "decay_low_rank_dim"),
     (
         "llama",
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}},
@@ -486,6 +488,19 @@ def test_a_familys_own_keys_are_checked_too(family, keys, word):
     with pytest.raises(CheckpointError) as refusal:
         parse(family, **keys)
     assert word in refusal.value.what + refusal.value.why
+
+
+@pytest.mark.parametrize("keys", [{"attn": {"layers": [1]}}, {"value_dim": [64, 32]}, {"hidden_act": "silu"}])
+def test_an_rwkv7_of_which_there_is_none_is_refused(keys):
+    with pytest.raises(UnsupportedModelError):
+        parse("rwkv7", **keys)
+
+
+def test_an_rwkv7_says_its_sizes_by_ratios_too():
+    layers = parse("rwkv7", hidden_size=320, head_dim=None, num_heads=5, intermediate_size=None, value_dim=[320]).layers
+    mixers = [layer.mixer for layer in layers]
+    assert len(layers) == 12 and [mixer.is_first for mixer in mixers[::2]] == [True, *[False] * 5]
+    assert mixers[0].shape == Rwkv7Shape(5, 64) and mixers[1].intermediate_size == 1280
 
 
 def test_a_broken_generation_config_is_named(tmp_path):

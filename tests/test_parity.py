@@ -100,11 +100,11 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
     torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=0, atol=TOLERANCE)
 
 
-STATES = (
-    *("qwen3_next", "qwen3_5", "olmo_hybrid", "lfm"),
-    *("bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"),
-)
-HYBRIDS = [name for name in FAMILIES if name.startswith(STATES)]
+WITH_STATES = (
+    "qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1",
+    "rwkv7", "lfm",
+)  # fmt: skip
+HYBRIDS = [name for name in FAMILIES if name.startswith(WITH_STATES)]
 
 
 @pytest.mark.parametrize("pair", HYBRIDS, indirect=True)

@@ -16,9 +16,6 @@ the second kernel's multiplications and additions alone are 5.6 ms at best.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -29,15 +26,10 @@ from localllm.kernels.cpu_ir import F32, F32V, I32, I64, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.cpu_states import StateSegment, StateTables
+from localllm.kernels.cpu_recurrence import ROWS_AHEAD, Prepared, Sweep, TokenSegment, TokenWalk, softplus
+from localllm.kernels.cpu_states import StateTables
 from localllm.kernels.delta_rule import L2_EPS, DeltaWeights
 from localllm.kernels.sizes import STEP_ROWS, DeltaShape, StatePlace
-
-HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
-FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
-# Rows of the projection that are fetched before they are read: their strides are too long for a prefetcher. Without it
-# each kernel takes 0.9 ms more for 512 tokens.
-ROWS_AHEAD = 4
 
 
 def key_floats(shape: DeltaShape) -> int:
@@ -50,19 +42,8 @@ def value_floats(shape: DeltaShape) -> int:
     return shape.value_dim + LANES
 
 
-class _Segment(StateSegment[DeltaShape]):
-    """A segment, and what the first kernel has prepared of it."""
-
-    def keys(self, head: Value, position: Value) -> Value:
-        """A pointer to what is prepared of a token for a key head."""
-        return self._prepared(self.k.arg.keys, head, position, key_floats(self.shape))
-
-    def values(self, head: Value, position: Value) -> Value:
-        """A pointer to what is prepared of a token for a value head."""
-        return self._prepared(self.k.arg.values, head, position, value_floats(self.shape))
-
-    def _prepared(self, prepared: Value, head: Value, position: Value, floats: int) -> Value:
-        return prepared.at((head * self.k.arg.rows + self.row + (position - self.past)) * (4 * floats))
+def _segment(k: Kernel, shape: DeltaShape, number: Value) -> TokenSegment[DeltaShape]:
+    return TokenSegment(k, shape, number, key_floats(shape), value_floats(shape))
 
 
 def prepare_source(shape: DeltaShape) -> Kernel:
@@ -81,13 +62,12 @@ def prepare_source(shape: DeltaShape) -> Kernel:
     return k
 
 
-class _Prepared:
+class _Prepared(Prepared[DeltaShape]):
     """A segment's tokens, one head at a time."""
 
     def __init__(self, k: Kernel, shape: DeltaShape, number: Value) -> None:
-        self.k, self.shape, self.segment = k, shape, _Segment(k, shape, number)
+        super().__init__(k, shape, _segment(k, shape, number))
         self._keys_begin = shape.key_heads * shape.key_dim
-        self._gates_begin = 4 * shape.channels  # bytes into a kept row
 
     def key_head(self, head: Value) -> None:
         k, segment, dim = self.k, self.segment, self.shape.key_dim
@@ -141,41 +121,6 @@ class _Prepared:
                 row.store(decays.at(i * 4).load(F32))
                 row.at(4).store(betas.at(i * 4).load(F32))
 
-    def _raw(self, position: Value) -> Value:
-        """A pointer to what goes into the convolution at a position."""
-        own = self.k.arg.wide.at(self.segment.batch_row(position) * self.k.arg.stride * 4)
-        return self._old_or(position, own, 0)
-
-    def _raw_gates(self, position: Value) -> Value:
-        own = self.k.arg.gates.at(self.segment.batch_row(position) * (8 * self.shape.value_heads))
-        return self._old_or(position, own, self._gates_begin)
-
-    def _old_or(self, position: Value, own: Value, offset: int) -> Value:
-        """The row of this batch, or a pointer so many bytes into the kept row, or to zeros before the first token."""
-        old = position.compare("slt", 0).choose(self.k.arg.zeros, self.segment.kept(position)).at(offset)
-        return position.compare("slt", self.segment.past).choose(old, own)
-
-    @contextmanager
-    def _windows(self, first: Value, end: Value) -> Iterator[tuple[Value, list[Value]]]:
-        """For each position: pointers to the rows that the convolution sees there, its own last."""
-        k, before = self.k, self.shape.conv_width - 1
-        window = [k.variable(self._raw(first - (before - n))) for n in range(before)]
-        with k.range(first, end, rolled=True) as position:
-            rows = [*(row.get() for row in window), self._raw(position)]
-            yield position, rows
-            for variable, row in zip(window, rows[1:], strict=True):
-                variable.set(row)
-
-    def _convolved(self, rows: list[Value], offset: Value) -> Value:
-        """SiLU of the convolution of 16 channels, `offset` bytes into each row."""
-        self.k.prefetch(rows[-1].at(self.k.arg.stride * (4 * ROWS_AHEAD)).at(offset))
-        taps = self.k.arg.conv.at(offset)
-        value = rows[0].at(offset).load(F32V) * taps.load(F32V)
-        for n, row in enumerate(rows[1:], 1):
-            weight = taps.at(4 * self.shape.channels * n).load(F32V)
-            value = self.k.fma(row.at(offset).load(F32V), weight, value)
-        return cpu_math.silu(self.k, value)
-
     def _unit(self, rows: list[Value], channel: Value, target: Value) -> Value:
         """Write a head's channels to `target`. Returns what brings them to length one."""
         k = self.k
@@ -186,49 +131,6 @@ class _Prepared:
             squares.set(k.fma(value, value, squares.get()))
         return k.constant(F32, 1.0) / k.unary("sqrt", cpu_math.total(k, squares.get()) + L2_EPS)
 
-    def _keep(self, first: Value, channels: list[Value], features: int, head: Value | None) -> None:
-        """Write a head's raw channels, and a value head's gates, to the snapshots and into the kept rows."""
-        k, shape, segment = self.k, self.shape, self.segment
-        before = shape.conv_width - 1
-        with segment.snapshots() as (position, part):
-            is_reached = position.compare("ugt", first) & position.compare("ule", segment.end)
-            with k.when(is_reached):
-                tail, padding = part.at(shape.matrix_bytes), shape.matrix_bytes + 4 * before * shape.row_floats
-                with k.range(k.i64(0), k.i64(before), rolled=True) as n:
-                    self._copy(position - before + n, tail.at(n * (4 * shape.row_floats)), channels, features, head)
-                for at in range(padding, shape.snapshot_bytes, 4):
-                    part.at(at).store(k.constant(I32, 0))
-        rows = k.smaller(segment.end - segment.past, k.i64(max(STEP_ROWS, before)))
-        with k.range(segment.end - rows, segment.end, rolled=True) as position:
-            self._copy(position, segment.kept(position), channels, features, head)
-
-    def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
-        k, source = self.k, self._raw(position)
-        for channel in channels:
-            with k.range(channel, channel + 4 * features, 4 * LANES) as at:
-                target.at(at).store(source.at(at).load(F32V))
-        if head is None:
-            return
-        gates = self._raw_gates(position)
-        for gate in (head * 4, (head + self.shape.value_heads) * 4):
-            target.at(self._gates_begin).at(gate).store(gates.at(gate).load(F32))
-
-
-def softplus(k: Kernel, x: Value) -> Value:
-    """log(1 + e ** x) within 5e-7 relative, as max(x, 0) + log(1 + e ** -|x|); NaN of NaN."""
-    return k.larger(k.f32v(0), x) + _log1p(k, cpu_math.exp(k, k.f32v(0) - k.unary("fabs", x)))
-
-
-def _log1p(k: Kernel, y: Value) -> Value:
-    """log(1 + y) of 0 <= y <= 1: 2 artanh(z) with z = y / (2 + y), which is at most a third; what its series lacks is
-    below 2e-8 of it."""
-    z = y / (y + 2.0)
-    square = z * z
-    series = k.f32v(1 / 15)
-    for n in (13, 11, 9, 7, 5, 3, 1):
-        series = k.fma(series, square, k.f32v(1 / n))
-    return z * 2.0 * series
-
 
 def delta_source(isa: Isa, shape: DeltaShape) -> Kernel:
     """wide, mixed, keys, values and the tables: see `DeltaRoom`. norm: fp32 [value_dim]. eps: the bits of a float."""
@@ -236,7 +138,7 @@ def delta_source(isa: Isa, shape: DeltaShape) -> Kernel:
     num_segments = k.arg.count.load(I64, 8)
     tiles = shape.value_dim // LANES
     wide = 2 if isa.sums >= 16 and tiles % 2 == 0 else 1
-    sweep = _Sweep(k, shape, wide)
+    sweep = Sweep(k, shape.key_dim, wide)
     # All segments of one head before the next: threads have equal parts of the long ones too.
     begin, end = k.share(num_segments * shape.value_heads)
     with k.range(begin, end) as item:
@@ -247,97 +149,14 @@ def delta_source(isa: Isa, shape: DeltaShape) -> Kernel:
     return k
 
 
-class _Sweep:
-    """One pass over a tile of a state, or over two side by side, which share the loads of keys and queries."""
-
-    def __init__(self, k: Kernel, shape: DeltaShape, tiles: int) -> None:
-        self.k, self.tiles, self.key_dim = k, tiles, shape.key_dim
-        self.tile_bytes = 4 * LANES * shape.key_dim
-        self.private = k.stack(F32V, tiles * shape.key_dim)
-        each = itertools.product(("key", "query"), range(tiles), range(HALVES))
-        self._sums = {one: k.variable(k.f32v(0)) for one in each}
-
-    def read(self, source: Value, row: Value) -> None:
-        """Add up S^T k and S^T q of a token."""
-        self._clear()
-        with self.k.range(self.k.i64(0), self.k.i64(self.key_dim), FEATURES_A_STEP, rolled=True) as i:
-            for n in range(FEATURES_A_STEP):
-                states = [source.at(i * (4 * LANES) + self._offset(tile, n)).load(F32V) for tile in range(self.tiles)]
-                self._add(states, row, i, n)
-
-    def take_in(
-        self, source: Value, target: Value, row: Value, decay: Value, deltas: list[Value], next_row: Value
-    ) -> None:
-        """Write decay * S + k (x) delta to `target`, and add up what `read` does of it for the next token."""
-        k = self.k
-        self._clear()
-        with k.range(k.i64(0), k.i64(self.key_dim), FEATURES_A_STEP, rolled=True) as i:
-            for n in range(FEATURES_A_STEP):
-                key = row.at(i * 4 + 4 * n).load(F32).splat()
-                states = []
-                for tile, delta in enumerate(deltas):
-                    at = i * (4 * LANES) + self._offset(tile, n)
-                    states.append(k.fma(key, delta, source.at(at).load(F32V) * decay))
-                    target.at(at).store(states[-1])
-                self._add(states, next_row, i, n)
-
-    def sums(self, tile: int) -> list[Value]:
-        """S^T k and S^T q of the token whose sums were added up last."""
-        return [self._sums[factor, tile, 0].get() + self._sums[factor, tile, 1].get() for factor in ("key", "query")]
-
-    def copy(self, source: Value, target: Value) -> None:
-        with self.k.range(self.k.i64(0), self.k.i64(self.tiles * self.tile_bytes), 4 * LANES) as at:
-            target.at(at).store(source.at(at).load(F32V))
-
-    def _add(self, states: list[Value], row: Value, i: Value, n: int) -> None:
-        for factor, begin in (("key", 0), ("query", 4 * self.key_dim)):
-            number = row.at(i * 4 + (begin + 4 * n)).load(F32).splat()
-            for tile, state in enumerate(states):
-                total = self._sums[factor, tile, n % HALVES]
-                total.set(self.k.fma(number, state, total.get()))
-
-    def _clear(self) -> None:
-        for total in self._sums.values():
-            total.set(self.k.f32v(0))
-
-    def _offset(self, tile: int, feature: int) -> int:
-        return tile * self.tile_bytes + 4 * LANES * feature
-
-
-class _Head:
+class _Head(TokenWalk[DeltaShape]):
     """A segment's tokens in one value head."""
 
     def __init__(self, k: Kernel, shape: DeltaShape, number: Value, head: Value) -> None:
-        self.k, self.shape, self.head = k, shape, head
-        self.segment = segment = _Segment(k, shape, number)
-        self._key_head = head % shape.key_heads if shape.is_tiled else head / (shape.value_heads // shape.key_heads)
-        self.first, self.end = segment.first(head), segment.end
-        self._own_end = k.larger(segment.committed, self.first)  # tokens before it change the state in place
-        self._matrix_offset = head * (shape.matrix_bytes // shape.value_heads)
+        key_head = head % shape.key_heads if shape.is_tiled else head / (shape.value_heads // shape.key_heads)
+        super().__init__(k, shape, _segment(k, shape, number), head, key_head)
 
-    def walk(self, sweep: _Sweep, tile: Value) -> None:
-        """All tokens in the tiles of a sweep from this one on: o takes the place of their values."""
-        k, segment = self.k, self.segment
-        offset = self._matrix_offset + tile * sweep.tile_bytes
-        own = segment.matrices.at(offset)
-        source = k.variable(own)
-        sweep.read(own, segment.keys(self._key_head, self.first))
-        with k.range(self.first, self.end, rolled=True) as position:
-            after = position + 1
-            row = segment.keys(self._key_head, position)
-            decay, deltas = self._outputs(sweep, tile, position, row)
-            is_last = after.compare("eq", self.end)
-            is_own = after.compare("ule", self._own_end)
-            with k.when(is_own | (is_last ^ True)):
-                target = is_own.choose(own, sweep.private)
-                # Behind the last token its own key stands for the next one's, and nobody asks for the sums.
-                next_row = segment.keys(self._key_head, is_last.choose(position, after))
-                sweep.take_in(source.get(), target, row, decay, deltas, next_row)
-                source.set(target)
-                with segment.snapshots() as (wanted, part), k.when(wanted.compare("eq", after)):
-                    sweep.copy(target, part.at(offset))
-
-    def _outputs(self, sweep: _Sweep, tile: Value, position: Value, row: Value) -> tuple[Value, list[Value]]:
+    def _outputs(self, sweep: Sweep, tile: Value, position: Value, row: Value) -> tuple[Value, list[Value]]:
         """Write o of one token over its value. Returns its decay and its deltas."""
         k, shape = self.k, self.shape
         product = row.at(8 * shape.key_dim).load(F32).splat()

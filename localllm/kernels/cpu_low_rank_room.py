@@ -72,12 +72,20 @@ class LowRankRoom:
         self.changed = frozenset(site for own in adapters for site in own)
 
     def steps(
-        self, site: str, activations: Activations, block_rows: int, group: int, columns: int, y: Tensor, features: int
+        self,
+        site: str,
+        activations: Activations,
+        block_rows: int,
+        group: int,
+        columns: int,
+        y: Tensor,
+        features: int,
+        stride: int | None = None,
     ) -> list[Step]:
         """Return the steps that add to a layer's output; none where no adapter of the batch changes it.
 
         activations: of the layer's input, in groups of `group` of its `columns`. y: its output, `features` floats a
-        row.
+        row, or `stride` with what is behind them.
         """
         if site not in self.changed:
             return []
@@ -87,7 +95,7 @@ class LowRankRoom:
             shape=self._shape, x=activations.q, groups=columns // group, site=number, **groups
         )
         expand = cpu_low_rank.expand(self._isa).step(
-            shape=self._shape, y=y, features=features, tiles=features // TILE, site=number
+            shape=self._shape, y=y, features=stride or features, tiles=features // TILE, site=number
         )
         return [shrink, expand]
 

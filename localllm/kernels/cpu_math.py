@@ -101,6 +101,8 @@ ACTIVATIONS: dict[str, Callable[[Kernel, Value], Value]] = {
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
     "relu2": relu2,
+    "tanh": tanh,
+    "sigmoid": sigmoid,
 }
 
 

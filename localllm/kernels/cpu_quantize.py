@@ -169,6 +169,22 @@ def sigmoid_gate_source(each: int) -> Kernel:
     return k
 
 
+def add_source() -> Kernel:
+    """y += x, fp32 [T, features]. shape: a pointer to {T}. Threads share out the rows."""
+    k = Kernel("add", "x y shape | features")
+    a = k.arg
+    begin, end = k.share(a.shape.load(I64, 8))
+    with k.range(begin * a.features, end * a.features, LANES) as i:
+        y = a.y.at(i * 4)
+        y.store(y.load(F32V) + a.x.at(i * 4).load(F32V))
+    return k
+
+
+@cache
+def add(isa: Isa) -> Native:
+    return compile_kernel(add_source(), isa)
+
+
 @cache
 def sigmoid_gate(isa: Isa, each: int = 1) -> Native:
     return compile_kernel(sigmoid_gate_source(each), isa)

@@ -73,15 +73,15 @@ def mix(rows: StateRows[Mamba2Shape], weights: Mamba2Weights) -> Tensor:
 
 
 def gated_norm(mixed: Tensor, z: Tensor, weights: Mamba2Weights, num_groups: int) -> Tensor:
-    """norm(mixed * silu(z)) or norm(mixed) * silu(z), each [T, features]; the norm is each group's own."""
-    gate = functional.silu(z.float())
+    """norm(mixed * silu(z)) or norm(mixed) * silu(z), each [T, features], in fp64; the norm is each group's own."""
+    mixed, gate = mixed.double(), functional.silu(z.double())
     if weights.norm is None:
-        return mixed * gate
+        return (mixed * gate).float()
     value = mixed * gate if weights.norm_is_gated else mixed
     parts = value.view(len(value), num_groups, -1)
     scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + weights.eps)
     value = (parts * scale).flatten(1) * weights.norm
-    return value if weights.norm_is_gated else value * gate
+    return (value if weights.norm_is_gated else value * gate).float()
 
 
 def _heads(shape: Mamba2Shape, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:

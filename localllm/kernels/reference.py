@@ -33,6 +33,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "quick_gelu": _quick_gelu,
     "relu2": _relu2,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
 }
 
 

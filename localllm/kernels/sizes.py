@@ -239,8 +239,16 @@ class StateShape:
         return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
 
 
+class ConvolvedShape(StateShape):
+    """The shape of a layer with a convolution in front. channels: features that it sees, the first of a kept row."""
+
+    @property
+    def channels(self) -> int:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class DeltaShape(StateShape):
+class DeltaShape(ConvolvedShape):
     """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence, float32 matrices [value heads,
     value_dim / lanes, key_dim, lanes] among it.
 
@@ -321,7 +329,7 @@ class ConvShape(StateShape):
 
 
 @dataclass(frozen=True)
-class Mamba2Shape(StateShape):
+class Mamba2Shape(ConvolvedShape):
     """A layer of Mamba 2: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
     state_size, lanes] among it.
 
@@ -352,7 +360,11 @@ class Mamba2Shape(StateShape):
 
     @property
     def fills_vectors(self) -> bool:
-        return False
+        return self.state_size % TILE == 0 == self.head_dim % TILE
+
+    @property
+    def prepared_floats(self) -> int:
+        return self.num_groups * (2 * self.state_size + TILE) + self.num_heads * (self.head_dim + TILE)
 
     @property
     def row_floats(self) -> int:
@@ -367,6 +379,81 @@ class Mamba2Shape(StateShape):
     @property
     def matrix_floats(self) -> int:
         return self.features * self.state_size
+
+
+# What a time mix of RWKV-7 makes of a token, so many features of each side by side: what the next token sees, keys,
+# values, decays and rates before their sigmoids, receptances, gates of what comes out, and what mixes a layer's values
+# with those of the first.
+RWKV7_PROJECTED = ("x", "k", "v", "w", "a", "r", "g", "value_gate")
+RWKV7_KEPT = RWKV7_PROJECTED[:5]  # of a token that the state does not hold yet
+RWKV7_MIXED = ("r", "w", "k", "v", "a", "g")  # what a token and the one before it are mixed for
+
+
+@dataclass(frozen=True)
+class Rwkv7Shape(StateShape):
+    """A time mix of RWKV-7: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
+    head_dim, lanes] among it: the features of keys before those of values that lie side by side."""
+
+    num_heads: int
+    head_dim: int
+    conv_width: int = 2  # a token sees the one before it
+
+    @property
+    def features(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def lanes(self) -> int:
+        """Value features that lie side by side in a state."""
+        return TILE if self.head_dim % TILE == 0 else self.head_dim
+
+    @property
+    def fills_vectors(self) -> bool:
+        return self.head_dim % TILE == 0
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def matrix_floats(self) -> int:
+        return self.features * self.head_dim
+
+    @property
+    def row_floats(self) -> int:
+        return len(RWKV7_KEPT) * self.features
+
+    @property
+    def prepared_floats(self) -> int:
+        return (len(RWKV7_PROJECTED) + len(RWKV7_MIXED) + 2) * self.features
+
+
+@dataclass(frozen=True)
+class ShiftShape(StateShape):
+    """A layer that sees a token and the one before it, and keeps no more: so many features of each."""
+
+    features: int
+    conv_width: int = 2
+
+    @property
+    def fills_vectors(self) -> bool:
+        return self.features % TILE == 0
+
+    @property
+    def heads(self) -> int:
+        return 1
+
+    @property
+    def matrix_floats(self) -> int:
+        return 0
+
+    @property
+    def row_floats(self) -> int:
+        return self.features
+
+    @property
+    def prepared_floats(self) -> int:
+        return self.features
 
 
 def _rounded(value: int, multiple: int) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, KVShape, Mamba2Shape, RouterConfig
+from localllm.kernels.sizes import (
+    RWKV7_PROJECTED,
+    ConvShape,
+    DeltaShape,
+    Glu,
+    KVShape,
+    Mamba2Shape,
+    RouterConfig,
+    Rwkv7Shape,
+    ShiftShape,
+)
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -249,7 +259,61 @@ class Mamba2Config:
         return self.shape.features + self.shape.channels
 
 
-Recurrent = DeltaNetConfig | Mamba2Config | ShortConvConfig  # keeps a state of its `shape`
+@dataclass(frozen=True)
+class Rwkv7TimeMixConfig:
+    """The time mix of one layer of RWKV-7: see `kernels.rwkv7`.
+
+    decay_rank, rate_rank, value_rank, gate_rank: of the pairs of small matrices that make the decays, the rates in
+        context, the gates of values, and those of what comes out.
+    is_first: its values are what those of the other layers are mixed with.
+    """
+
+    shape: Rwkv7Shape
+    decay_rank: int
+    rate_rank: int
+    value_rank: int
+    gate_rank: int
+    is_first: bool = False
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.features
+
+    @property
+    def gate_features(self) -> int:
+        return 0
+
+    @property
+    def in_features(self) -> int:
+        """What is made of a token: see `RWKV7_PROJECTED`."""
+        return len(RWKV7_PROJECTED) * self.shape.features
+
+
+@dataclass(frozen=True)
+class Rwkv7ChannelMixConfig:
+    """The channel mix of one layer of RWKV-7: a feed-forward of a token and the one before it.
+
+    value(relu(key(x + mix * (before - x)))**2).
+    """
+
+    shape: ShiftShape
+    intermediate_size: int
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.features
+
+    @property
+    def gate_features(self) -> int:
+        return 0
+
+    @property
+    def in_features(self) -> int:
+        return self.intermediate_size
+
+
+# Keeps a state of its `shape`.
+Recurrent = DeltaNetConfig | Mamba2Config | ShortConvConfig | Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
 SingleMixer = KeyValue | Recurrent
 

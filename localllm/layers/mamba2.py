@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from localllm.kernels import reference
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_linear import is_available
+from localllm.kernels.cpu_mamba import Mamba2Room
+from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.config import Mamba2Config
 from localllm.layers.linear import Linear
+from localllm.layers.native_states import HOST, place_of, tables_of
 from localllm.layers.segment import Segment
 
 
@@ -49,10 +55,21 @@ class Mamba2:
         steps = reference.linear(x.double(), self.steps_proj.tensors["weight"], self.steps_proj.bias).float()
         add_adapters(self.steps_proj.name, x.float(), steps, batch)
         wide = adapted(self.in_proj, x, batch)
+        if x.device == HOST and shape.fills_vectors and is_available():
+            mixed = self._native(wide.float().contiguous(), steps, batch.segments)
+            return adapted(self.out_proj, mixed.to(x.dtype), batch)
         raw = torch.cat((wide[:, shape.features :].float(), steps), dim=-1)
         mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])
         mixed = gated_norm(mixed.flatten(1), wide[:, : shape.features], self.weights, shape.num_groups)
         return adapted(self.out_proj, mixed.to(x.dtype), batch)
+
+    def _native(self, wide: Tensor, steps: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """wide fp32 [T, in_features], steps fp32 [T, num_heads] -> fp32 [T, features], by CPU kernels."""
+        shape, place = self.config.shape, place_of(segments, self.layer)
+        room, mixed = Mamba2Room(shape, tables_of(segments)), torch.empty(len(wide), shape.features)
+        places = {"wide": wide, "steps": steps, "mixed": mixed, "num_rows": torch.tensor([len(wide)])}
+        Tape(room.steps(best_isa(), self.weights, place, stride=wide.shape[1], **places)).run()
+        return mixed
 
     def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
         store = segment.kv.state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.mamba2 import Mamba2
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.short_conv import ShortConv
 
-Recurrent = DeltaNet | Mamba2 | ShortConv
+Recurrent = DeltaNet | Mamba2 | ShortConv | Rwkv7TimeMix | Rwkv7ChannelMix

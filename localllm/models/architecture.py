@@ -125,7 +125,7 @@ class ModelConfig:
     norm_out_eps: of the norms behind blocks; None: as the others.
     norm_weight_offset: what a checkpoint's norm weights lack (gemma stores w - 1). final_norm_offset: what the last
         one's do; None: as much.
-    normalizes_embeddings: by their root mean square.
+    normalizes_embeddings: by their root mean square. has_embedding_norm: by a norm like those of the layers.
     per_layer: embeddings that tokens have for each layer.
     altup: several hidden states a token.
     residual_scale: multiplies what a block adds to the hidden state; folded into the matrices that make it.
@@ -151,6 +151,7 @@ class ModelConfig:
     norm_weight_offset: float = 0.0
     final_norm_offset: float | None = None
     normalizes_embeddings: bool = False
+    has_embedding_norm: bool = False
     per_layer: PerLayerConfig | None = None
     altup: AltUpConfig | None = None
     residual_scale: float = 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from localllm.kernels.sizes import DeltaShape, Mamba2Shape
 from localllm.layers.config import (
@@ -21,6 +22,8 @@ from localllm.layers.config import (
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    Rwkv7ChannelMixConfig,
+    Rwkv7TimeMixConfig,
     ShortConvConfig,
 )
 from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement
@@ -38,6 +41,7 @@ from localllm.models.layout import (
     Vector,
     gated_matrices,
 )
+from localllm.models.rwkv7_layout import rwkv7_block
 from localllm.quant.layouts import Sizes
 
 # The norms around a block's body, by the family's placement: (before, after), in Hugging Face's names.
@@ -73,6 +77,9 @@ def _blocks(config: ModelConfig) -> tuple[BlockLayout, ...]:
             blocks.append(_with_layer_end(mlp, layer, around))
     if config.per_layer is not None:
         blocks[1] = _with_per_layer_inputs(blocks[1], config, config.per_layer)
+    if config.has_embedding_norm:
+        norm = _norm("norm_embedding", "model.embedding_norm", config)
+        blocks[1] = replace(blocks[1], vectors=(*norm, *blocks[1].vectors))
     if config.altup is not None:
         blocks[1] = _with_state_projections(blocks[1], "altup_projections", config, config.altup)
         blocks[-1] = _with_state_projections(blocks[-1], "altup_unembed_projections", config, config.altup)
@@ -227,6 +234,8 @@ def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
         return _short_conv(layer, config, around)
     if isinstance(config, Mamba2Config):
         return _mamba2(layer, config, around)
+    if isinstance(config, Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig):
+        return rwkv7_block(layer, config, partial(_norm, "norm_in", config=around.model))
     return _attention(layer, config, around)
 
 

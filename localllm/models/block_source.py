@@ -168,12 +168,13 @@ class CheckpointBlocks:
             stored = self.checkpoint.stored_rows(vector.stored, self._conv_parts(vector))
             return {name: (rows, 1, vector.taps) for name, rows in stored.items()}
         if vector.parts and not self.checkpoint.has(vector.stored):
-            # A part of one number may be stored without dimensions.
-            scalars = {name for name, rows in vector.parts if rows == 1 and self.checkpoint.shape(name) == ()}
-            return {name: () if name in scalars else (rows,) for name, rows in vector.parts}
-        row = (1, vector.features)  # as which some are stored
-        is_row = self.checkpoint.has(vector.stored) and self.checkpoint.shape(vector.stored) == row
-        return {vector.stored: row if is_row else (vector.features,)}
+            return {name: self._stored_shape(name, rows) for name, rows in vector.parts}
+        return {vector.stored: self._stored_shape(vector.stored, vector.features)}
+
+    def _stored_shape(self, name: str, features: int) -> tuple[int, ...]:
+        """Return the shape of so many numbers: some are stored with other dimensions than one."""
+        shape = self.checkpoint.shape(name) if self.checkpoint.has(name) else ()
+        return shape if self.checkpoint.has(name) and math.prod(shape) == features else (features,)
 
     def _conv_parts(self, vector: Vector) -> dict[str, int]:
         """Return the channels of each part of a convolution: transformers cuts them where it saves a model, into equal

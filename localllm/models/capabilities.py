@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
-from localllm.layers.config import AttentionConfig, LatentAttentionConfig, MoEConfig
+from localllm.layers.config import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    MoEConfig,
+    Rwkv7ChannelMixConfig,
+    Rwkv7TimeMixConfig,
+)
 from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Sizes, can_be_cut, cut_step
 
+_NORMED_BY_MEAN = (Rwkv7TimeMixConfig, Rwkv7ChannelMixConfig)  # in whose blocks native steps know such norms
 _HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
 
 
@@ -62,7 +69,7 @@ def has_plain_steps(config: ModelConfig) -> bool:
         and all(layer.norm_placement != "parallel" for layer in config.layers)
         and all(map(_is_latent_on_cpu, config.latents))
         and config.altup is None
-        and config.norm_kind == "rms"
+        and (config.norm_kind == "rms" or all(isinstance(each, _NORMED_BY_MEAN) for each in config.mixers))
         and not config.has_head_bias
     )
 

@@ -11,11 +11,12 @@ from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
+from localllm.kernels.cpu_mamba import Mamba2Room
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
 from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, ConvShape, DeltaShape, StatePlace, StateShape
+from localllm.kernels.sizes import TILE, ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.beside import mixers_of
@@ -32,6 +33,7 @@ from localllm.layers.rotary import query_growth
 from localllm.layers.segment import Segment
 from localllm.models.architecture import HeadShape
 from localllm.models.cpu_mixture import ExpertRooms, mixture_of
+from localllm.models.cpu_rwkv_room import Rwkv7Room
 from localllm.models.decoder import Block, Decoder
 
 _SEGMENTS = 8  # of a batch, at first
@@ -78,18 +80,19 @@ class StateRooms:
     def __init__(self, shapes: Sequence[StateShape], rows: int, segments: int, snapshots: int = 64) -> None:
         """shapes: of each layer. rows, segments, snapshots: of a batch, at most."""
         self.shapes, self._rows = tuple(shapes), rows
-        self._tables = StateTables(rows, segments, snapshots)
+        self.tables = StateTables(rows, segments, snapshots)
         each = dict.fromkeys(shapes)
-        self.deltas = {shape: DeltaRoom(shape, self._tables) for shape in each if isinstance(shape, DeltaShape)}
-        self.convs = {shape: ConvRoom(shape, self._tables) for shape in each if isinstance(shape, ConvShape)}
+        self.deltas = {shape: DeltaRoom(shape, self.tables) for shape in each if isinstance(shape, DeltaShape)}
+        self.mambas = {shape: Mamba2Room(shape, self.tables) for shape in each if isinstance(shape, Mamba2Shape)}
+        self.convs = {shape: ConvRoom(shape, self.tables) for shape in each if isinstance(shape, ConvShape)}
 
     def placed(self, segments: Sequence[PlacedStates]) -> StateRooms:
         """Place these segments in this room, or in another one where they need more than it has; return which."""
         room = self
-        if not self._tables.holds(segments):
+        if not self.tables.holds(segments):
             snapshots = sum(len(segment.snapshots) for segment in segments)
             room = StateRooms(self.shapes, self._rows, 2 * len(segments), 2 * snapshots)
-        room._tables.place(segments)
+        room.tables.place(segments)
         return room
 
     def place(self, layer: int) -> StatePlace:
@@ -136,6 +139,7 @@ class Buffers:
         per_layer = config.per_layer
         per_layer_shape = (0, 0) if per_layer is None else (config.num_layers, per_layer.features)
         self.per_layer = torch.zeros(padded, per_layer_shape[0], 2, per_layer_shape[1])
+        self.rwkv7 = Rwkv7Room(config.recurrents, padded)
         self.states = StateRooms(config.state_shapes, rows, _SEGMENTS)
         self.gates = torch.zeros(padded * max((each.gate_features for each in config.recurrents), default=0))
         self.low_rank = LowRankRoom(isa, native_sites(decoder))
@@ -174,11 +178,16 @@ def head_shape(config: KeyValue) -> HeadShape:
 def native_sites(decoder: Decoder) -> tuple[str, ...]:
     """Return the layers to whose outputs native steps add what adapters make."""
     bodies = [block.body for block in decoder.blocks]
-    linears = [linear for body in bodies for linear in body.linears]
+    linears = [linear for body in bodies for linear in body.linears if fills_groups(linear)]
     mixers = (mixer for body in bodies for mixer in mixers_of(body))
     exact = (linear for body in mixers if isinstance(body, Recurrent) for linear in body.exact_linears)
     linears += filter(fills_tiles, exact)
     return tuple(linear.name for linear in linears)
+
+
+def fills_groups(linear: Linear) -> bool:
+    """Return whether columns of a packed matrix fill groups, of which adapters read whole ones."""
+    return linear.packed is None or linear.packed.in_features == linear.in_features
 
 
 def fills_tiles(linear: Linear) -> bool:

@@ -11,6 +11,8 @@ from localllm.kernels.cpu_paged import AttentionPlace, LatentPlace
 from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.latent_attention import LatentAttention
+from localllm.layers.linear import Linear
+from localllm.layers.mamba2 import Mamba2
 from localllm.layers.norm import RMSNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.short_conv import ShortConv
@@ -33,6 +35,9 @@ def mixed_steps(
         yield from _short_conv(write, body)
     elif isinstance(body, DeltaNet):
         yield from _delta_net(write, body, norm)
+    else:
+        assert isinstance(body, Mamba2), "others have blocks of their own"
+        yield from _mamba2(write, body, norm)
 
 
 def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[Step]:
@@ -110,20 +115,8 @@ def _latent_attention(write: Products, body: LatentAttention, norm: RMSNorm | No
 
 
 def _delta_net(write: Products, body: DeltaNet, norm: RMSNorm | None) -> Iterator[Step]:
-    room, gates = write.room, body.gates_proj
-    yield cpu_router.logits(write.isa, has_norm=norm is not None).step(
-        x=room.x,
-        weight=0 if norm is None else norm.weight,
-        matrix=gates.tensors["weight"],
-        bias=0,
-        y=room.gates,
-        shape=room.activations.shape,
-        features=gates.in_features,
-        stride=gates.in_features,
-        outputs=gates.out_features,
-        eps=float_bits(0.0 if norm is None else norm.eps),
-    )
-    yield from write.adapters(gates, packed_parts(body.in_proj)[-1].group, room.gates)
+    room = write.room
+    yield from _gates(write, body.gates_proj, packed_parts(body.in_proj)[-1].group, norm)
     yield from room.states.deltas[body.config.shape].steps(
         write.isa,
         body.weights,
@@ -139,3 +132,37 @@ def _short_conv(write: Products, body: ShortConv) -> list[Step]:
     room, stride = write.room, body.in_proj.out_features
     place, convs = room.states.place(body.layer), room.states.convs[body.config.shape]
     return convs.steps(write.isa, body.weights, place, wide=room.wide, stride=stride, mixed=room.mixed)
+
+
+def _mamba2(write: Products, body: Mamba2, norm: RMSNorm | None) -> Iterator[Step]:
+    room = write.room
+    yield from _gates(write, body.steps_proj, packed_parts(body.in_proj)[-1].group, norm)
+    yield from room.states.mambas[body.config.shape].steps(
+        write.isa,
+        body.weights,
+        room.states.place(body.layer),
+        wide=room.wide,
+        stride=body.in_proj.out_features,
+        steps=room.gates,
+        mixed=room.mixed,
+        num_rows=room.activations.shape,
+    )
+
+
+def _gates(write: Products, gates: Linear, group: int, norm: RMSNorm | None) -> Iterator[Step]:
+    """Yield the steps of what a recurrent layer makes of x in fp32. group: in which what goes in is there in INT8."""
+    room = write.room
+    kernel = cpu_router.logits(write.isa, has_norm=norm is not None, has_bias=gates.bias is not None)
+    yield kernel.step(
+        x=room.x,
+        weight=0 if norm is None else norm.weight,
+        matrix=gates.tensors["weight"],
+        bias=0 if gates.bias is None else gates.bias,
+        y=room.gates,
+        shape=room.activations.shape,
+        features=gates.in_features,
+        stride=gates.in_features,
+        outputs=gates.out_features,
+        eps=float_bits(0.0 if norm is None else norm.eps),
+    )
+    yield from write.adapters(gates, group, room.gates)

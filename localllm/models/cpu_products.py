@@ -67,11 +67,12 @@ class Products:
         yield self.room.activations.multiply(kernel, packed, y, linear.out_features, bias)
         yield from self.adapters(linear, packed.group, y)
 
-    def adapters(self, linear: Linear, group: int, y: Tensor) -> list[Step]:
-        """Add to a layer's output y what adapters make of its input, which is there in INT8, in groups of `group`."""
+    def adapters(self, linear: Linear, group: int, y: Tensor, stride: int | None = None) -> list[Step]:
+        """Add to a layer's output y what adapters make of its input, which is there in INT8, in groups of `group`.
+        stride: floats of a row of y, where there are more than the layer's."""
         room, columns = self.room, linear.in_features
         return room.low_rank.steps(
-            linear.name, room.activations, self.block_rows, group, columns, y, linear.out_features
+            linear.name, room.activations, self.block_rows, group, columns, y, linear.out_features, stride
         )
 
     def norm(

@@ -28,10 +28,12 @@ from localllm.layers.batch import Batch
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import packed_matrix, packed_parts
+from localllm.models.cpu_rwkv_steps import has_native_matrices
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
@@ -71,11 +73,7 @@ class CpuProgram:
                 is_native(body.experts) and (block.norm_out is None) == (body.norms is None)
                 for block, body in mixtures_of(decoder)
             )
-            and all(
-                (parts := packed_parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features
-                for block in decoder.blocks
-                for linear in block.linears
-            )
+            and all(map(_has_native_matrices, decoder.blocks))
             and all(
                 (packed := packed_matrix(linear)) is not None and packed.tiles * TILE == linear.out_features
                 for block in decoder.blocks
@@ -266,6 +264,15 @@ class CpuProgram:
             output = (head[-1][1], head[-1][0].pointers.index("y")) if head else None
             self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guessers())
         return self._tapes[key]
+
+
+def _has_native_matrices(block: Block) -> bool:
+    if isinstance(block.body, Rwkv7TimeMix | Rwkv7ChannelMix):
+        return has_native_matrices(block.body)
+    return all(
+        (parts := packed_parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features
+        for linear in block.linears
+    )
 
 
 @dataclass(frozen=True)

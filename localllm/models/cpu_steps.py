@@ -21,10 +21,12 @@ from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.linear import Linear
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE, MoENorms
-from localllm.layers.norm import RMSNorm, as_rms
+from localllm.layers.norm import LayerNorm, RMSNorm, as_rms
 from localllm.layers.per_layer import PerLayerGate
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_mixers import mixed_steps
 from localllm.models.cpu_products import Products, packed_matrix, required
+from localllm.models.cpu_rwkv_steps import layer_norm_step, rwkv7_steps
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
 from localllm.offload.streaming.lru_slots import Expert
@@ -82,12 +84,18 @@ class Recorder(Products):
         if isinstance(body, MoE):
             yield from self._mixture(block, body)
             return
+        if isinstance(body, Rwkv7TimeMix | Rwkv7ChannelMix):
+            yield from rwkv7_steps(self, block)
+            return
+        if isinstance(body, Beside):
+            yield from self._beside(block, body)
+            return
         first, *_, last = body.linears
         yield from self.wide(first, as_rms(block.norm_in))
         if isinstance(body, MLP):
             yield self._gate(body)
         else:
-            assert not isinstance(body, SplitMLP | Beside), "`supports` said so"
+            assert not isinstance(body, SplitMLP), "`supports` said so"
             yield from mixed_steps(self, body, as_rms(block.norm_in), self.decoder.config.norm_eps)
             yield self.quantize(last, self.room.mixed, None)
         norm_out, gate = as_rms(block.norm_out), block.per_layer_gate
@@ -99,6 +107,20 @@ class Recorder(Products):
             yield self._add_norm(norm_out, block.scalar if gate is None else None)
         if gate is not None:
             yield from self._per_layer(gate, block.scalar)
+
+    def _beside(self, block: Block, body: Beside) -> Iterator[Step]:
+        """x += the sum of what several mixers make of norm_in(x)."""
+        room, norm, eps = self.room, as_rms(block.norm_in), self.decoder.config.norm_eps
+        assert block.norm_out is None, "no family has one there"
+        for number, mixer in enumerate(body.mixers):
+            first, last = mixer.linears[0], mixer.linears[-1]
+            yield from self.wide(first, norm)
+            yield from mixed_steps(self, mixer, norm, eps)
+            yield self.quantize(last, room.mixed, None)
+            yield from self.multiply(last, room.y, adds=number > 0)
+        yield cpu_quantize.add(self.isa).step(
+            x=room.y, y=room.x, shape=room.activations.shape, features=room.x.shape[1]
+        )
 
     def _per_layer(self, body: PerLayerGate, scalar: Tensor | None) -> Iterator[Step]:
         """x = scalar * (x + norm(back(activation(gate(x)) * inputs of the layer)))."""
@@ -167,7 +189,12 @@ class Recorder(Products):
 
     def head(self, logits: Tensor) -> Iterator[Step]:
         """logits: rows of whole tiles."""
-        yield self.quantize(self.decoder.head, self.room.x, as_rms(self.decoder.final_norm))
+        norm, room = self.decoder.final_norm, self.room
+        if isinstance(norm, LayerNorm):
+            yield layer_norm_step(self, norm, room.x, room.y)
+            yield self.quantize(self.decoder.head, room.y, None)
+        else:
+            yield self.quantize(self.decoder.head, room.x, norm)
         head = required(self.decoder.head)
         kernel = cpu_matmul.matmul(self.isa, head.weights, self.block_rows)
         yield self.room.activations.multiply(kernel, head, logits, head.tiles * TILE, None)

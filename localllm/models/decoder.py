@@ -38,6 +38,7 @@ class Block:
     """x + norm_out(body(norm_in(x))); a family has one of the two norms, or both.
 
     is_parallel: the layer's two blocks read what came into the first of them: x + mixer(norm(x)) + mlp(norm(x)).
+    norm_embedding: of what comes in; of the first block alone.
     per_layer_inputs: makes what `per_layer_gate`s read; of the first block alone.
     per_layer_gate: is added behind the body; of feed-forwards.
     scalar: fp32 [1], multiplies what comes out.
@@ -50,6 +51,7 @@ class Block:
     norm_out: Norm | None
     device: torch.device  # where it is computed, with its tensors and its input
     is_parallel: bool = False
+    norm_embedding: Norm | None = None
     per_layer_inputs: PerLayerInputs | None = None
     per_layer_gate: PerLayerGate | None = None
     scalar: Tensor | None = None
@@ -74,11 +76,12 @@ class Block:
     @property
     def is_usual(self) -> bool:
         """Return whether it is nothing but a body between two norms, added to what comes in."""
-        more = (self.per_layer_inputs, self.per_layer_gate, self.scalar, self.altup)
+        more = (self.norm_embedding, self.per_layer_inputs, self.per_layer_gate, self.scalar, self.altup)
         return not self.is_parallel and all(each is None for each in more)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
+        x = x if self.norm_embedding is None else self.norm_embedding(x)
         if self.per_layer_inputs is not None:
             self.per_layer_inputs.prepare(x, batch)
         if isinstance(self.altup, AltUpStart):

@@ -73,7 +73,8 @@ class Matrix:
     parts: Mapping[str, int]  # stored names -> rows, in order
     in_features: int
     has_bias: bool = False
-    role: Literal["block", "embedding", "router"] = "block"  # embedding: the token embedding or the head
+    # embedding: the token embedding or the head. low_rank: one of two matrices whose product stands for a large one.
+    role: Literal["block", "embedding", "router", "low_rank"] = "block"
     interleaved: Interleaved | None = None
     grouped: Grouped | None = None
     scale: float = 1.0
@@ -96,8 +97,8 @@ class Matrix:
         return self.out_features * self.in_features
 
     def format(self, recipe: RecipeOf[F]) -> F:
-        by_role = {"block": recipe.blocks, "embedding": recipe.embedding, "router": recipe.router}
-        return recipe.own.get(self.stored, by_role[self.role])
+        forms = {"block": recipe.blocks, "router": recipe.router}
+        return recipe.own.get(self.stored, forms.get(self.role, recipe.embedding))
 
     def rows_of(self, first: int, rows: int) -> Matrix:
         """Return some of its rows, where they are whole parts, as a matrix without a bias."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
@@ -25,6 +26,8 @@ from localllm.layers.config import (
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    Rwkv7ChannelMixConfig,
+    Rwkv7TimeMixConfig,
     ShortConvConfig,
 )
 from localllm.layers.config import SingleMixer as SingleMixerConfig
@@ -38,6 +41,7 @@ from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
 from localllm.layers.rotary import Rotary
+from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.short_conv import ShortConv
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts, model_bytes
@@ -274,6 +278,7 @@ def _block(loaded: _Loaded, index: int) -> Block:
         name=loaded.block.layout.name,
         body=body,
         is_parallel=config.layers[layer].norm_placement == "parallel",
+        norm_embedding=loaded.optional_norm("norm_embedding"),
         per_layer_inputs=loaded.per_layer_inputs() if per_layer is not None and index == 0 else None,
         per_layer_gate=loaded.per_layer_gate(per_layer, layer) if per_layer is not None and not is_mixer else None,
         scalar=loaded.block.tensors.get("scalar"),
@@ -302,6 +307,11 @@ def _single_mixer(loaded: _Loaded, layer: int, config: SingleMixerConfig) -> Sin
         return _latent_attention(loaded, config, number)
     if isinstance(config, Mamba2Config):
         return _mamba2(loaded, config, number)
+    if isinstance(config, Rwkv7TimeMixConfig):
+        return _time_mix(loaded, config, number)
+    if isinstance(config, Rwkv7ChannelMixConfig):
+        key, value, mix = loaded.linear("key"), loaded.linear("value"), loaded.block.tensors["mix"]
+        return Rwkv7ChannelMix(config, number, key, value, mix)
     if isinstance(config, ShortConvConfig):
         return _short_conv(loaded, config, number)
     return _delta_net(loaded, config, number)
@@ -355,6 +365,31 @@ def _mamba2(loaded: _Loaded, config: Mamba2Config, number: int) -> Mamba2:
     )
     inside, steps, outside = (loaded.linear(name) for name in ("in_proj", "steps_proj", "out_proj"))
     return Mamba2(config, number, inside, steps, outside, weights)
+
+
+def _time_mix(loaded: _Loaded, config: Rwkv7TimeMixConfig, number: int) -> Rwkv7TimeMix:
+    tensors, shape = loaded.block.tensors, config.shape
+    names = ("removal_key", "rate_key", "bonus", "norm", "norm_bias")
+    eps = shape.head_dim * loaded.parts.config.norm_eps
+    own = {name: tensors[name] for name in names}
+    weights = TimeMixWeights(tensors["mixes"].view(-1, shape.features), **own, eps=eps)
+
+    def pair(name: str, activation: str | None = None) -> LowRankPair:
+        return LowRankPair(loaded.linear(f"{name}_down"), loaded.linear(f"{name}_up"), activation)
+
+    return Rwkv7TimeMix(
+        config,
+        number,
+        r_proj=loaded.linear("r_proj"),
+        k_proj=loaded.linear("k_proj"),
+        v_proj=loaded.linear("v_proj"),
+        decay=pair("w", "tanh"),
+        rate=pair("a"),
+        gate=pair("g", "sigmoid"),
+        value_gate=None if config.is_first else pair("v"),
+        o_proj=loaded.linear("o_proj"),
+        weights=weights,
+    )
 
 
 def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attention:

@@ -31,6 +31,8 @@ from localllm.layers.config import (
     Mixer,
     MLPConfig,
     MoEConfig,
+    Rwkv7ChannelMixConfig,
+    Rwkv7TimeMixConfig,
     ShortConvConfig,
 )
 from localllm.models.architecture import LayerConfig, ModelConfig
@@ -113,6 +115,10 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
         return {"short_conv": dataclasses.asdict(mixer)}
     if isinstance(mixer, DeltaNetConfig):
         return {"delta_net": dataclasses.asdict(mixer.shape)}
+    if isinstance(mixer, Rwkv7TimeMixConfig):
+        return {"rwkv7_time_mix": dataclasses.asdict(mixer)}
+    if isinstance(mixer, Rwkv7ChannelMixConfig):
+        return {"rwkv7_channel_mix": dataclasses.asdict(mixer)}
     if isinstance(mixer, LatentAttentionConfig):
         sizes = ("num_heads", "query_rank", "latent_dim", "plain_dim", "shared_dim", "value_dim")
         return {name: getattr(mixer, name) for name in (*sizes, "has_bias", "has_output_bias")}

@@ -284,7 +284,7 @@ class RecipeOf(Generic[F]):
     """The format of each kind of matrix. name: what a person asks for and what a packed model is kept under.
 
     blocks: of most matrices.
-    embedding: of the token embedding, and of the head, tied to it or not.
+    embedding: of the token embedding, of the head, tied to it or not, and of pairs of small matrices.
     router: of what chooses experts: a few rows, on whose last digits the choice depends.
     own: of single matrices, by the names under which checkpoints store them.
     """

@@ -41,6 +41,7 @@ _DECIDES = re.compile(
     r"\.(?:weight|bias|e_score_correction_bias)"
     r"|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+|layer_scalar|per_layer_\w+\.weight|router\.\w+)"
     r"|model\.layers\.\d+\.(?:linear_attn|mamba|conv)\.[\w.]+|lm_head\.bias|model\.norm\.bias"
+    r"|model\.(?:layers\.\d+\.(?:attn|ffn|attn_norm|ffn_norm)|embedding_norm)\.[\w.]+"
 )
 # All experts' matrices as one tensor [experts, rows, columns], or [experts, columns, rows]; or their biases.
 _FUSED = re.compile(

@@ -1,0 +1,177 @@
+"""The bodies of RWKV-7: the time mix, whose heads keep states, and the channel mix, a feed-forward of two tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_linear import is_available
+from localllm.kernels.cpu_rwkv import TimeMixPlaces, time_mix_step
+from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.reference import ACTIVATIONS
+from localllm.kernels.rwkv7 import (
+    TimeMixWeights,
+    before,
+    gated_values,
+    mix_channels,
+    mix_time,
+    shifted,
+)
+from localllm.kernels.sizes import RWKV7_MIXED, StateShape
+from localllm.layers.adapted import adapted
+from localllm.layers.batch import Batch, moved
+from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
+from localllm.layers.linear import Linear
+from localllm.layers.native_states import HOST, place_of, tables_of
+from localllm.layers.segment import Segment, by_sequence
+
+S = TypeVar("S", bound=StateShape)
+FIRST_VALUES = "first values"  # that a batch carries from the first time mix to the others
+
+
+@dataclass(eq=False)
+class LowRankPair:
+    """up(activation(down(x))), both matrices small."""
+
+    down: Linear
+    up: Linear
+    activation: str | None = None
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, K] -> fp32 [T, N]."""
+        inner = adapted(self.down, x, batch)
+        if self.activation is not None:
+            inner = ACTIVATIONS[self.activation](inner.double()).to(x.dtype)
+        return adapted(self.up, inner, batch).float()
+
+
+@dataclass(eq=False)
+class Rwkv7TimeMix:
+    """layer: its number among those with states. value_gate: None in the first layer, whose values are the others'."""
+
+    config: Rwkv7TimeMixConfig
+    layer: int
+    r_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    decay: LowRankPair
+    rate: LowRankPair
+    gate: LowRankPair
+    value_gate: LowRankPair | None
+    o_proj: Linear
+    weights: TimeMixWeights
+
+    @property
+    def pairs(self) -> tuple[LowRankPair, ...]:
+        pairs = (self.decay, self.rate, self.gate)
+        return pairs if self.value_gate is None else (*pairs, self.value_gate)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        small = (linear for pair in self.pairs for linear in (pair.down, pair.up))
+        return self.r_proj, self.k_proj, self.v_proj, *small, self.o_proj
+
+    @property
+    def exact_linears(self) -> tuple[Linear, ...]:
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.r_proj.device
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        wide = x.float()
+        mixed = shifted(wide, _before(self.config.shape, self.layer, wide, batch), self.weights.mixes).to(x.dtype)
+        inputs = dict(zip(RWKV7_MIXED, mixed, strict=True))
+        r, k, v = (
+            adapted(linear, inputs[name], batch).float()
+            for name, linear in (("r", self.r_proj), ("k", self.k_proj), ("v", self.v_proj))
+        )
+        w, a, g = self.decay(inputs["w"], batch), self.rate(inputs["a"], batch), self.gate(inputs["g"], batch)
+        v = self._values(v, inputs["v"], batch)
+        mix = self._native if x.device == HOST and self.config.shape.fills_vectors and is_available() else self._mixed
+        return adapted(self.o_proj, mix(torch.cat((wide, k, v, w, a, r, g), dim=1), batch).to(x.dtype), batch)
+
+    def _values(self, v: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
+        """Return values as they are computed with, fp32: those of the first time mix are what the others look at, also
+        where a draft leaves that one out."""
+        if self.value_gate is None or FIRST_VALUES not in batch.carried:
+            batch.carried[FIRST_VALUES] = v
+            return v
+        return gated_values(v, self.value_gate(mixed, batch), moved(batch.carried[FIRST_VALUES], v.device))
+
+    def _native(self, wide: Tensor, batch: Batch) -> Tensor:
+        """wide fp32 [T, 7 * features], RWKV7_PROJECTED but the last -> fp32 [T, features], by the CPU kernel."""
+        shape, tables = self.config.shape, tables_of(batch.segments)  # at which the step points
+        place, mixed = place_of(batch.segments, self.layer), torch.empty(len(wide), shape.features)
+        places = TimeMixPlaces(wide, wide.shape[1], torch.empty_like(mixed), mixed)
+        step = time_mix_step(best_isa(), shape, self.weights, tables, place, places, is_first=True)
+        Tape([step]).run()
+        return mixed
+
+    def _mixed(self, wide: Tensor, batch: Batch) -> Tensor:
+        """What `_native` does, by torch's operators."""
+        shape, mixed = self.config.shape, torch.empty_like(wide[:, : self.config.shape.features])
+        raw, r, g = torch.split(wide, [shape.row_floats, shape.features, shape.features], dim=1)
+        for segment in by_sequence(batch.segments):
+            own = slice(segment.begin, segment.end)
+            mixed[own] = mix_time(_rows(shape, self.layer, raw[own], segment), r[own], g[own], self.weights)
+        return mixed
+
+
+@dataclass(eq=False)
+class Rwkv7ChannelMix:
+    """layer: its number among those with states. mix: fp32 [features]."""
+
+    config: Rwkv7ChannelMixConfig
+    layer: int
+    key: Linear
+    value: Linear
+    mix: Tensor
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.key, self.value
+
+    @property
+    def exact_linears(self) -> tuple[Linear, ...]:
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.key.device
+
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        shape, wide = self.config.shape, x.float()
+        (mixed,) = shifted(wide, _before(shape, self.layer, wide, batch), self.mix[None])
+        for segment in by_sequence(batch.segments):
+            mix_channels(_rows(shape, self.layer, wide[segment.begin : segment.end], segment))
+        inner = functional.relu(adapted(self.key, mixed.to(x.dtype), batch)).square()
+        return adapted(self.value, inner, batch)
+
+
+def _before(shape: StateShape, layer: int, x: Tensor, batch: Batch) -> Tensor:
+    """Return what stands before each row of x, fp32 [T, features]."""
+    parts = []
+    for segment in by_sequence(batch.segments):
+        store = segment.kv.state
+        assert store is not None, "its layer keeps a state"
+        state = LayerState(shape, store.states.layer(layer))
+        parts.append(before(state, x[segment.begin : segment.end], segment.past))
+    return torch.cat(parts)
+
+
+def _rows(shape: S, layer: int, raw: Tensor, segment: Segment) -> StateRows[S]:
+    store = segment.kv.state
+    assert store is not None, "its layer keeps a state"
+    state = LayerState(shape, store.states.layer(layer))
+    snapshots = {position: each.layer(layer) for position, each in store.due.items()}
+    return StateRows(state, raw, segment.past, min(store.committed, segment.past + len(raw)), snapshots)
