@@ -22,6 +22,7 @@ NEEDED = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
 # Their text models mean other things by themselves, as which no file has them.

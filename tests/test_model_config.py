@@ -526,7 +526,7 @@ def test_a_hybrid_is_read_layer_by_layer() -> None:
     assert kinds == ["DeltaNetConfig"] * 3 + ["AttentionConfig"] + ["DeltaNetConfig"] * 2
     assert usual.attentions[0].has_output_gate and usual.attentions[0].rotary_dim == 8
     listed = parse_config(HYBRID | {"layer_types": [FULL, DELTA, FULL, FULL, DELTA, FULL]}, "a test's config")
-    assert [listed.kept_number(layer) for layer in range(6)] == [0, 0, 1, 2, 1, 3]
+    assert [listed.kept_number(n, layer.mixer) for n, layer in enumerate(listed.layers)] == [0, 0, 1, 2, 1, 3]
     every_second = parse_config(HYBRID | {"full_attention_interval": 2}, "a test's config")
     assert len(every_second.attentions) == len(every_second.recurrents) == 3
 
