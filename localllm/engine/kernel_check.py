@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.kernels.sizes import DeltaShape, Weights
+from localllm.kernels.sizes import DeltaShape, Mamba2Shape, Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_packed, is_plain
@@ -74,6 +74,9 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
     deltas = [shape for shape in dict.fromkeys(config.state_shapes) if isinstance(shape, DeltaShape)]
     if any(shape.fills_vectors for shape in deltas):
         ways["deltas"] = [asdict(shape) for shape in deltas if shape.fills_vectors]
+    mambas = [shape for shape in dict.fromkeys(config.state_shapes) if isinstance(shape, Mamba2Shape)]
+    if any(shape.fills_vectors for shape in mambas):
+        ways["mambas"] = [asdict(shape) for shape in mambas if shape.fills_vectors]
     return CheckScope.of(ways)
 
 
