@@ -28,7 +28,12 @@ NEEDED = {
 # Their text models mean other things by themselves, as which no file has them.
 WHOLE = {"mistral3", "qwen3_vl_moe_text"}
 NOT_TEXT = ("visual", "vision", "audio", "image", "multi_modal", "embed_tokens_extend")
-BUFFERS = ("e_score_correction_bias", "expert_bias", "act_fn", "layer_scalar")  # which a checkpoint stores like parameters
+BUFFERS = (
+    "e_score_correction_bias",
+    "expert_bias",
+    "act_fn",
+    "layer_scalar",
+)  # which a checkpoint stores like parameters
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name in CONFIG_MAPPING and name not in PARTS])

@@ -31,7 +31,18 @@ from triton.backends.nvidia import compiler as nvidia_compiler
 from triton.compiler import ASTSource
 
 from localllm.kernels.delta_rule import DeltaWeights
-from localllm.kernels.gpu import activations, check_cases, delta, embedding, low_rank, rope, routing, sample, short_conv
+from localllm.kernels.gpu import (
+    activations,
+    check_cases,
+    delta,
+    embedding,
+    low_rank,
+    mamba,
+    rope,
+    routing,
+    sample,
+    short_conv,
+)
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import (
     FEW_PREFILL_ROWS,
@@ -44,7 +55,7 @@ from localllm.kernels.gpu.attention import (
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
-from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, ROUTERS, weights_of
+from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, MAMBAS, ROUTERS, weights_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
@@ -54,6 +65,7 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.sizes import (
@@ -64,6 +76,7 @@ from localllm.kernels.sizes import (
     ConvShape,
     DeltaShape,
     Glu,
+    Mamba2Shape,
     RouterConfig,
     StatePlace,
     Weights,
@@ -263,6 +276,20 @@ def convs(shape: ConvShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)
         yield short_conv.convolve(wide, out, tables, replace(weights, bias=bias), shape, place)
 
 
+def mambas(shape: Mamba2Shape, has_norm: bool = True, is_gated: bool = True) -> Iterator[KernelLaunch]:
+    """Yield the launches of a layer of Mamba 2, behind a product of ours and behind one of the library's."""
+    rows, heads = 2, shape.num_heads
+    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    a_log, dt_bias, d = (_empty((heads,)) for _ in range(3))
+    conv, conv_bias = _empty((shape.conv_width, shape.channels)), _empty((shape.channels,))
+    norm = _empty((shape.features,)) if has_norm else None
+    weights = Mamba2Weights(conv, conv_bias, a_log, dt_bias, d, norm, norm_is_gated=is_gated)
+    wide, steps = _empty((rows, shape.features + shape.channels)), _empty((rows, heads))
+    place = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes)
+    for each in (wide, wide.bfloat16()):
+        yield from mamba.mix(each, steps, _empty((rows, shape.features)), tables, weights, shape, place)
+
+
 OTHER_HEADS = (
     Heads(head_dim=64, window=128, has_sinks=True),
     Heads(head_dim=96, has_growth=True),
@@ -274,6 +301,7 @@ OTHER_HEADS = (
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
     Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
+OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), (Mamba2Shape(2, 16, 1, 16, 2),))
 OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
 
 
@@ -295,6 +323,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from deltas(shape)
     for conv in CONVS[:1] if is_brief else CONVS:
         yield from convs(conv)
+    for given in ((MAMBAS[0],),) if is_brief else ((MAMBAS[0],), *OTHER_MAMBAS):
+        yield from mambas(*given)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
     for heads in () if is_brief else OTHER_HEADS:
@@ -320,6 +350,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from deltas(shape)
     for conv in CONVS[:1] if is_brief else CONVS:
         yield from convs(conv)
+    for given in ((MAMBAS[0],),) if is_brief else ((MAMBAS[0],), *OTHER_MAMBAS):
+        yield from mambas(*given)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
     for heads in () if is_brief else OTHER_HEADS:

@@ -234,10 +234,12 @@ class PagedKV:
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        return self.layouts_of(0)
+        return self._layouts(self.pages.groups[0])
 
     def layouts_of(self, layer: int) -> tuple[PageLayout, PageLayout | None]:
-        group = self.pages.groups[self.pages.places[layer][0]]
+        return self._layouts(self.pages.groups[self.pages.places[layer][0]])
+
+    def _layouts(self, group: LayerGroup) -> tuple[PageLayout, PageLayout | None]:
         return group.dense.layout, None if group.coded is None else group.coded.layout
 
     # What is reserved and given back

@@ -11,7 +11,7 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.kernels.sizes import ConvShape, DeltaShape, Weights
+from localllm.kernels.sizes import ConvShape, DeltaShape, Mamba2Shape, Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_packed, is_plain
@@ -77,6 +77,8 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         ways["deltas"] = deltas
     if convs := [asdict(shape) for shape in shapes if isinstance(shape, ConvShape)]:
         ways["convs"] = convs
+    if mambas := [asdict(shape) for shape in shapes if isinstance(shape, Mamba2Shape)]:
+        ways["mambas"] = mambas
     return CheckScope.of(ways)
 
 

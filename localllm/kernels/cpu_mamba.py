@@ -5,9 +5,9 @@ convolution, and the walk over the tokens, a tile of a head's state at a time, w
 of the next one on its way. With S before a token and u = dt x, y = g S^T C + (C . B) u + D x: so the last token of a
 step costs no sweep. The third is the norm of each group, with the gates of what comes out.
 
-80 heads of 64 features, one group, states of 128, with AVX-512 on one core: 512 tokens take 4.7 ms, 22.9 ms and 4.0
-ms, where the multiplications and additions of the second kernel alone are 17.2 ms at the rate of a matrix product. A
-step of one token takes 0.32 ms, of which 0.24 ms are needed to read and write the states.
+80 heads of 64 features, one group, states of 128, with AVX-512 on one core: 512 tokens take 4.7 ms, 22.9 ms and
+4.0 ms, where the multiplications and additions of the second kernel alone are 17.2 ms at the rate of a matrix product.
+A step of one token takes 0.32 ms, of which 0.24 ms are needed to read and write the states.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu import activations, delta, product, short_conv
+from localllm.kernels.gpu import activations, delta, mamba, product, short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
@@ -25,10 +25,12 @@ from localllm.kernels.sizes import Glu, StatePlace
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
+from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_low_rank import RowAdapters
 from localllm.layers.gpu_tables import GpuTables
 from localllm.layers.linear import Linear
+from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
 from localllm.layers.norm import RMSNorm
 from localllm.layers.recurrent import Recurrent
@@ -183,36 +185,48 @@ def run_mlp(
 
 
 def run_block(
-    body: Attention | DeltaNet | ShortConv | MLP,
+    body: Attention | DeltaNet | Mamba2 | ShortConv | MLP | Beside,
     norm_in: RMSNorm | None,
     norm_out: RMSNorm | None,
     x: Tensor,
     forward: GpuForward,
 ) -> None:
     """x fp32 [M, hidden] += norm_out(body(norm_in(x)))."""
+    if isinstance(body, Beside):
+        assert norm_out is None, "no family has one there"
+        first, *others = body.mixers
+        total = _run_mixer(first, norm_in, x, forward, None)
+        for mixer in others:
+            total = _run_mixer(mixer, norm_in, x, forward, total)
+        x += total
+        return
     into = x if norm_out is None else None
     if isinstance(body, MLP):
         y = run_mlp(body, x, norm_in, forward, into)
-    elif isinstance(body, DeltaNet):
-        y = adapted_product(body.out_proj, _taken_in(body, norm_in, x, forward), forward, into=into)
-    elif isinstance(body, ShortConv):
-        y = adapted_product(body.out_proj, _convolved(body, norm_in, x, forward), forward, into=into)
     else:
-        qkv = adapted_product(body.qkv_proj, x, forward, norm=norm_in)
-        y = adapted_product(body.o_proj, _mixed(body, qkv, forward), forward, into=into)
+        y = _run_mixer(body, norm_in, x, forward, into)
     if norm_out is not None:
         activations.to_floats(y, x, x.shape[1], weight=norm_out.weight, eps=norm_out.eps, adds=True).run()
+
+
+def _run_mixer(body: SingleMixer, norm: RMSNorm | None, x: Tensor, forward: GpuForward, into: Tensor | None) -> Tensor:
+    """Return what a mixer makes of norm(x), fp32 [M, hidden]; into: is added to, and returned."""
+    if isinstance(body, DeltaNet):
+        return adapted_product(body.out_proj, _taken_in(body, norm, x, forward), forward, into=into)
+    if isinstance(body, Mamba2):
+        return adapted_product(body.out_proj, _read_out(body, norm, x, forward), forward, into=into)
+    if isinstance(body, ShortConv):
+        return adapted_product(body.out_proj, _convolved(body, norm, x, forward), forward, into=into)
+    assert isinstance(body, Attention), "`is_ours` said so"
+    qkv = adapted_product(body.qkv_proj, x, forward, norm=norm)
+    return adapted_product(body.o_proj, _mixed(body, qkv, forward), forward, into=into)
 
 
 def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor | Codes:
     """x fp32 [M, hidden] -> fp32 [M, value features], or its codes for the matrix that follows; the states of the
     sequences are brought up to date."""
     shape, M = body.config.shape, len(x)
-    own_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    gates = torch.empty((M, 2 * shape.value_heads), device=x.device)
-    logits_of(x, RouterWeights(body.gates_proj.tensors["weight"], norm=own_norm, eps=eps), gates).run()
-    if forward.adapters is not None and forward.changes(body.gates_proj):
-        forward.adapters.add(body.gates_proj.name, floats_of(x, x.shape[1], norm), gates)
+    gates = _exact(body.gates_proj, norm, x, forward)
     wide = adapted_product(body.in_proj, x, forward, norm=norm)
     out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
     run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, _place(body, forward)))
@@ -233,6 +247,25 @@ def _place(body: Recurrent, forward: GpuForward) -> StatePlace:
     store = forward.batch.segments[0].kv.state
     assert store is not None, "its layer keeps a state"
     return store.place(body.layer)
+
+
+def _read_out(body: Mamba2, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor:
+    """x fp32 [M, hidden] -> fp32 [M, features]; the states of the sequences are brought up to date."""
+    steps = _exact(body.steps_proj, norm, x, forward)
+    wide = adapted_product(body.in_proj, x, forward, norm=norm)
+    out = torch.empty((len(x), body.config.shape.features), device=x.device)
+    run_all(mamba.mix(wide, steps, out, forward.tables.states, body.weights, body.config.shape, _place(body, forward)))
+    return out
+
+
+def _exact(linear: Linear, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor:
+    """x fp32 [M, hidden], through the norm, times a matrix in fp32: [M, N]."""
+    y = torch.empty((len(x), linear.out_features), device=x.device)
+    own_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    logits_of(x, RouterWeights(linear.tensors["weight"], linear.bias, norm=own_norm, eps=eps), y).run()
+    if forward.adapters is not None and forward.changes(linear):
+        forward.adapters.add(linear.name, floats_of(x, x.shape[1], norm), y)
+    return y
 
 
 def _before(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:

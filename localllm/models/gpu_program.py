@@ -26,12 +26,14 @@ from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
+from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
 from localllm.layers.linear import Linear
 from localllm.layers.low_rank import Adapter, AppliedAdapter
+from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm, as_rms
@@ -348,7 +350,7 @@ class GpuProgram:
         """Return the shape of a batch's tables, and the most tokens of a task."""
         attentions = self.decoder.config.attentions
         tokens = task_tokens(attentions[0].num_heads // attentions[0].num_kv_heads if attentions else 1, rows)
-        groups = 1 + max(group for group, _ in batch.segments[0].kv.places)
+        groups = 1 + max((group for group, _ in batch.segments[0].kv.places), default=0)
         return table_shape(batch, rows, pages, groups, tokens, keeps_states=self._keeps_states), tokens
 
     # Stages
@@ -389,7 +391,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | DeltaNet | ShortConv | MLP)
+            assert isinstance(body, Attention | DeltaNet | Mamba2 | ShortConv | MLP | Beside)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -533,9 +535,12 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
         return False
     if isinstance(body, MoE):
         return is_for_kernels(body)
-    if isinstance(body, Recurrent):
-        return isinstance(body, DeltaNet | ShortConv) and body.config.shape.fills_vectors
-    is_known = is_plain(body.config) if isinstance(body, Attention) else isinstance(body, MLP) and body.config.is_plain
-    if not is_known:
-        return False
-    return kv is None or not isinstance(block.body, Attention) or kv.homes[block.body.layer][0] == device
+    if isinstance(body, MLP):
+        return body.config.is_plain
+    return bool(block.mixers) and all(_is_ours(mixer, device, kv) for mixer in block.mixers)
+
+
+def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bool:
+    if isinstance(mixer, Attention):
+        return is_plain(mixer.config) and (kv is None or kv.homes[mixer.layer][0] == device)
+    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.fills_vectors

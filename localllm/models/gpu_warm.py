@@ -14,6 +14,7 @@ import torch
 from localllm.kernels.gpu import product
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
+from localllm.layers.beside import SingleMixer
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.segment import KVStore, Segment
@@ -66,13 +67,19 @@ def _record_formats(form: RecordForm) -> tuple[WeightFormat, ...]:
     return tuple(matrix.format(form.recipe) for matrix in form.matrices)
 
 
+def _mixer_kind(mixer: SingleMixer) -> Hashable:
+    if isinstance(mixer, Attention):
+        return mixer.config, mixer.rotation, mixer.q_norm is None
+    return mixer.config
+
+
 def _kind(block: Block) -> Hashable:
     """Return what blocks have in common that are computed by the same variants of kernels."""
     body, norms = block.body, (block.norm_in is None, block.norm_out is None)
     linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
     own: object = type(body)
-    if isinstance(body, Attention):
-        own = (body.config, body.rotation, body.q_norm is None)
+    if block.mixers:
+        own = tuple(_mixer_kind(mixer) for mixer in block.mixers)
     elif isinstance(body, MLP):
         own = body.config.glu
     elif isinstance(body, MoE) and isinstance(body.experts, ExpertRecords | SlottedExperts):

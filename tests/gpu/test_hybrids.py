@@ -27,8 +27,16 @@ SIZES = linear(1, 2, 16, 32, head_dim=32) | {
 }
 
 
-def loaded(folder: Path, weights: str, kv: str = "int8") -> Engine:
-    write_checkpoint(folder, "qwen3_5", layers=2, **SIZES)
+MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_ssm": 32}
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 32}
+OTHERS = {
+    "falcon_h1-multipliers": SMALL | MAMBA,
+    "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 16},
+}
+
+
+def loaded(folder: Path, weights: str, kv: str = "int8", family: str = "qwen3_5") -> Engine:
+    write_checkpoint(folder, family, layers=2, **OTHERS.get(family, SIZES))
     engine = Engine.load(folder, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv, speculate="off"))
     assert all(is_ours(block, block.device) for block in engine.model.blocks)
     return engine
@@ -48,6 +56,15 @@ def test_layers_of_both_kinds_are_computed_as_operators_do(
     for number, size in enumerate((66, 17, 3, 2, 2)):
         found.append(runners[number % 2].forward([Chunk(token_ids, cache, size, all_logits=True)]))
     assert error(torch.cat(found), expected) < tolerance
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_mixers_beside_each_other_and_models_without_attention_are_computed_as_operators_do(
+    family: str, tmp_path: Path
+) -> None:
+    engine, token_ids = loaded(tmp_path, "int4-g32", family=family), ids(40)
+    expected = logits(engine, by_operators(engine.model), token_ids, [40])
+    assert error(logits(engine, by_kernels(engine.model), token_ids, [20, 17, 2, 1]), expected) < 0.02
 
 
 @pytest.mark.usefixtures("products_row_by_row")

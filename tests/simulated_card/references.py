@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels import delta_rule, int8, kv_page, noise, reference, tile16
+from localllm.kernels import delta_rule, int8, kv_page, mamba_rule, noise, reference, tile16
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu import (
     activations,
@@ -22,6 +22,7 @@ from localllm.kernels.gpu import (
     embedding,
     experts,
     low_rank,
+    mamba,
     product,
     rope,
     routing,
@@ -39,10 +40,11 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.short_conv import convolve as convolve_by_reference
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, RouterConfig, StatePlace, StateShape
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, StatePlace, StateShape
 from tests.simulated_card.device import SimulatedCard
 
 
@@ -192,6 +194,23 @@ def _write(values: Tensor, out: Tensor | Codes) -> None:
         _write_codes(values, out)
     else:
         out.copy_(values)
+
+
+def _mamba_mix(
+    card: SimulatedCard,
+    wide: Tensor,
+    steps: Tensor,
+    out: Tensor,
+    tables: DeltaTables,
+    weights: Mamba2Weights,
+    shape: Mamba2Shape,
+    place: StatePlace,
+) -> None:
+    out.zero_()
+    raw = torch.cat((wide[:, shape.features :].float(), steps), dim=1)
+    for begin, end, rows in _state_rows(card, raw, tables, shape, place):
+        y = mamba_rule.mix(rows, weights).flatten(1)
+        out[begin:end] = mamba_rule.gated_norm(y, wide[begin:end, : shape.features], weights, shape.num_groups)
 
 
 def _mixture(
@@ -473,6 +492,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     routing.logits_of: _logits_of,
     delta.mix: _delta_mix,
     short_conv.convolve: _convolve,
+    mamba.mix: _mamba_mix,
     experts.mixture: _mixture,
     experts.gates: _gates,
     experts.mixed: _mixed,

@@ -22,7 +22,7 @@ from localllm.kernels.gpu.check_cases import GROUPS, CheckSizes, cases
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, RouterConfig, Weights
+from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, Weights
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
@@ -59,6 +59,7 @@ def sizes_of(ways: Ways) -> CheckSizes:
         routers=routers,
         deltas=deltas,
         convs=tuple(ConvShape(**shape) for shape in ways.get("convs", ())),
+        mambas=tuple(Mamba2Shape(**shape) for shape in ways.get("mambas", ())),
         expert_biases=tuple(ways.get("expert_biases", ())),
     )
 

@@ -18,6 +18,7 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cases
 from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.check_delta import delta_cases
+from localllm.kernels.gpu.check_mamba import mamba_cases
 from localllm.kernels.gpu.check_short_conv import short_conv_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, gates, mixed, mixture
@@ -27,7 +28,7 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import CENTRED, ConvShape, DeltaShape, Glu, RouterConfig, Weights
+from localllm.kernels.sizes import CENTRED, ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, Weights
 
 _EPS, _RECORD_ALIGN = 1e-5, 64
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
@@ -60,6 +61,7 @@ GLUS = (
     Glu("relu2", has_gate=False),
 )
 CONVS = (ConvShape(2048, 3), ConvShape(192, 7))
+MAMBAS = (Mamba2Shape(128, 64, 8, 128), Mamba2Shape(24, 32, 1, 256))
 DELTAS = (DeltaShape(16, 32, 128, 128), DeltaShape(4, 4, 96, 192, is_tiled=True))
 
 
@@ -77,6 +79,7 @@ class CheckSizes:
     routers: tuple[RouterConfig, ...] = ROUTERS
     deltas: tuple[DeltaShape, ...] = DELTAS
     convs: tuple[ConvShape, ...] = CONVS
+    mambas: tuple[Mamba2Shape, ...] = MAMBAS
     expert_biases: tuple[bool, ...] = (False, True)
 
     @property
@@ -86,7 +89,9 @@ class CheckSizes:
 
 
 # For the interpreter, where all of it takes minutes.
-SMALL = CheckSizes(20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=(), deltas=(), convs=())
+SMALL = CheckSizes(
+    20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=(), deltas=(), convs=(), mambas=()
+)
 
 _ROUTE_PARTS = ("logits", "experts", "weights")
 
@@ -107,6 +112,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
     yield from _taken("drawn tokens", _drawn(device))
     for dtype in dict.fromkeys((*(heads.dtype for heads in sizes.attention), torch.float32)):
         yield from _taken(f"adapters in {dtype}", _adapted(device, dtype, sizes))
+    for mamba in sizes.mambas:
+        yield from _taken(f"Mamba 2 of {mamba}", mamba_cases(device, mamba))
     for shape in sizes.deltas:
         yield from _taken(f"a delta rule of {shape}", delta_cases(device, shape, weights))
     for conv in sizes.convs:

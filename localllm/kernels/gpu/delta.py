@@ -33,8 +33,9 @@ from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, DeltaS
 _REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _L2_EPS = tl.constexpr(delta_rule.L2_EPS)
 _WORDS = tl.constexpr(len(STATE_WORDS))
-_VALUES = 8  # features of a program: a warp holds its part of a state of 128 key features in 32 registers a thread
-_FEW_RUNS, _RUN_TOKENS = 4, 4  # of a segment's tokens, each of which one program prepares
+# Features of a program: a warp holds its part of a state of 128 key features in 32 registers a thread.
+VALUES_A_PROGRAM = 8
+FEW_RUNS, RUN_TOKENS = 4, 4  # of a segment's tokens, each of which one program prepares
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class DeltaTables:
 
 
 @triton.jit
-def _floats_at(address, offset):
+def floats_at(address, offset):
     return tl.multiple_of((address + offset).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
-def _raw(
+def raw_columns(
     wide, gates, ring, begin, past, position, column, mask, wide_stride,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +73,7 @@ def _raw(
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """max(x, 0) + log(1 + e^-|x|), the logarithm by its series, as a card's own is not exact near one: with
     z = y / (2 + y), log(1 + y) = 2 (z + z^3 / 3 + z^5 / 5 + ...), z being a third at most."""
     y = tl.exp(-tl.abs(x))
@@ -100,7 +101,7 @@ def _prepare(
         return
     past, state, row = tl.load(words + 2), tl.load(words + 4), tl.load(words + 5)
     state += state_at
-    end, ring = past + last - begin, _floats_at(state, MATRIX_BYTES)
+    end, ring = past + last - begin, floats_at(state, MATRIX_BYTES)
     position = tl.load((state + POSITIONS).to(tl.pointer_type(tl.int64)))
     first = tl.maximum(tl.minimum(position, past), past - _REPLAYED)
     if (unit == 0) & (run == 0):
@@ -116,7 +117,7 @@ def _prepare(
     for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
         value = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(TAPS):
-            seen = _raw(
+            seen = raw_columns(
                 wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
                 CHANNELS, ROW, KEPT,
             )  # fmt: skip
@@ -125,9 +126,11 @@ def _prepare(
         into = prepared + (row + position - past) * ROW
         if is_value:
             at = CHANNELS + head
-            b = _raw(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
-            a = _raw(wide, gates, ring, begin, past, position, at + VALUE_HEADS, True, wide_stride, CHANNELS, ROW, KEPT)
-            rate = tl.exp(tl.load(a_log + head)) * _softplus(a + tl.load(dt_bias + head))
+            b = raw_columns(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
+            a = raw_columns(
+                wide, gates, ring, begin, past, position, at + VALUE_HEADS, True, wide_stride, CHANNELS, ROW, KEPT
+            )
+            rate = tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
             tl.store(into + at, beta_scale / (1 + tl.exp(-b)))
             tl.store(into + at + VALUE_HEADS, tl.exp(-rate))
         else:
@@ -135,20 +138,20 @@ def _prepare(
             value = tl.where(unit < KEY_HEADS, value * KEY_DIM**-0.5, value)
         tl.store(into + column, value, mask=mask)
     if run == 0:
-        _store_tails(
+        store_tails(
             wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
             CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES,
         )  # fmt: skip
         if is_value:
             at = CHANNELS + head + tl.arange(0, 2) * VALUE_HEADS
-            _store_tails(
+            store_tails(
                 wide, gates, ring, words, begin, past, first, end, snapshot_at, at, at < ROW, wide_stride,
                 CHANNELS, ROW, KEPT, TAPS, MATRIX_BYTES,
             )  # fmt: skip
 
 
 @triton.jit
-def _store_tails(
+def store_tails(
     wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -157,9 +160,9 @@ def _store_tails(
     for n in range(tl.load(words + 7)):
         wanted, address = tl.load(pairs + 2 * n), tl.load(pairs + 2 * n + 1)
         if (wanted > first) & (wanted <= end):
-            tail = _floats_at(address + snapshot_at, MATRIX_BYTES)
+            tail = floats_at(address + snapshot_at, MATRIX_BYTES)
             for tap in tl.static_range(TAPS - 1):
-                row = _raw(
+                row = raw_columns(
                     wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
                     CHANNELS, ROW, KEPT,
                 )  # fmt: skip
@@ -184,7 +187,7 @@ def _token(
 
 
 @triton.jit
-def _stop(pairs, n, num, snapshot_at, state, own_end):
+def stop_of(pairs, n, num, snapshot_at, state, own_end):
     """Before which position the state is to be stored next, and where: a snapshot, or behind the last of them the state
     itself. -1 behind that."""
     is_snapshot = n < num
@@ -217,7 +220,7 @@ def _take_in(
     key, value = tl.arange(0, KEYS), part * VALUES + tl.arange(0, VALUES)
     place = (head * VALUE_DIM + value // LANES * LANES)[None, :] * KEY_DIM + key[:, None] * LANES
     place, is_key = place + (value % LANES)[None, :], (key < KEY_DIM)[:, None]
-    S = tl.load(_floats_at(state, 0) + place, mask=is_key, other=0.0)
+    S = tl.load(floats_at(state, 0) + place, mask=is_key, other=0.0)
     at = prepared + (row + first - past) * ROW
     q, k, v, beta, decay = _token(
         at, key_head, head, key, value, first < end, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS
@@ -225,7 +228,7 @@ def _take_in(
     n = first * 0
     for i in range(num):
         n += (tl.load(pairs + 2 * i) <= first).to(tl.int64)
-    stop, target = _stop(pairs, n, num, snapshot_at, state, own_end)
+    stop, target = stop_of(pairs, n, num, snapshot_at, state, own_end)
     for position in range(first, end):
         at += ROW
         next_q, next_k, next_v, next_beta, next_decay = _token(
@@ -240,16 +243,16 @@ def _take_in(
         into = mixed + ((begin + position - past) * VALUE_HEADS + head) * VALUE_DIM + value
         tl.store(into, o, mask=position >= past)
         while position + 1 == stop:
-            tl.store(_floats_at(target, 0) + place, S, mask=is_key)
+            tl.store(floats_at(target, 0) + place, S, mask=is_key)
             n += 1
-            stop, target = _stop(pairs, n, num, snapshot_at, state, own_end)
+            stop, target = stop_of(pairs, n, num, snapshot_at, state, own_end)
         q, k, v, beta, decay = next_q, next_k, next_v, next_beta, next_decay
     if part == 0:
         tl.store((state + POSITIONS).to(tl.pointer_type(tl.int64)) + head, own_end)
     column = (head * (VALUE_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
-    ring = _floats_at(state, MATRIX_BYTES)
+    ring = floats_at(state, MATRIX_BYTES)
     for position in range(tl.maximum(past, end - KEPT), end):
-        kept = _raw(
+        kept = raw_columns(
             wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
         )  # fmt: skip
         tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
@@ -299,7 +302,7 @@ def mix(
         "wide": wide, "gates": gates, "prepared": prepared, "firsts": firsts, "segments": segments,
         "state_at": place.state, "snapshot_at": place.snapshot, "wide_stride": wide.stride(0),
     }  # fmt: skip
-    runs = min(rows + 1, _FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, _RUN_TOKENS)
+    runs = min(rows + 1, FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, RUN_TOKENS)
     preparing = KernelLaunch(
         _prepare,
         (2 * shape.key_heads + shape.value_heads, runs, len(segments)),
@@ -313,14 +316,14 @@ def mix(
         },
         num_warps=1,
     )  # fmt: skip
-    parts = shape.value_dim // _VALUES
+    parts = shape.value_dim // VALUES_A_PROGRAM
     taking = KernelLaunch(
         _take_in,
         (parts, shape.value_heads, len(segments)),
         {**shared, "mixed": mixed},
         {
             **_sizes(shape), "LANES": shape.lanes, "IS_TILED": shape.is_tiled,
-            "KEYS": triton.next_power_of_2(shape.key_dim), "VALUES": _VALUES,
+            "KEYS": triton.next_power_of_2(shape.key_dim), "VALUES": VALUES_A_PROGRAM,
             "SHARE": triton.next_power_of_2(triton.cdiv(shape.row_floats, parts * shape.value_heads)),
         },
         num_warps=1,

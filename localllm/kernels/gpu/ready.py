@@ -50,7 +50,8 @@ class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8, or the fields of `Weights` for codes
     that mean anything else; attention: by the fields of `check.Heads`; glus: of its MLPs, by those of `Glu`;
     routers: of its mixtures, by those of `RouterConfig`; expert_biases: whether their experts have any; deltas: of its
-    layers of Gated DeltaNet, by those of `DeltaShape`; convs: of its short convolutions, by those of `ConvShape`."""
+    layers of Gated DeltaNet, by those of `DeltaShape`; convs: of its short convolutions, by those of `ConvShape`;
+    mambas: of its layers of Mamba 2, by those of `Mamba2Shape`."""
 
     groups: list[int | dict[str, Any] | None]
     attention: list[dict[str, Any]]
@@ -59,6 +60,7 @@ class Ways(TypedDict):
     expert_biases: NotRequired[list[bool]]
     deltas: NotRequired[list[dict[str, Any]]]
     convs: NotRequired[list[dict[str, Any]]]
+    mambas: NotRequired[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
