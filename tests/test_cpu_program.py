@@ -136,6 +136,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
     },
     "mamba2": {"model_type": "mamba2", "num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 32},
+    "rwkv7": {"model_type": "rwkv7", "v_low_rank_dim": 32, "intermediate_size": 256},
+    "rwkv7, odd": {
+        "model_type": "rwkv7",
+        "head_dim": 32,
+        "decay_low_rank_dim": 16,
+        "a_low_rank_dim": 96,
+        "gate_low_rank_dim": 64,
+        "norm_first": False,
+        "norm_bias": False,
+        "tie_word_embeddings": True,
+    },
     "gemma4": GEMMA4,
     "gemma4, shared keys": GEMMA4
     | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 2}

@@ -11,10 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels import cpu_isa, cpu_jit, cpu_rwkv
 from localllm.kernels.cpu_isa import Isa
+from localllm.kernels.cpu_layer_norm import layer_norm, layer_norm_source
+from localllm.kernels.cpu_linear import float_bits
 from localllm.kernels.cpu_rwkv import TimeMixPlaces, time_mix_step
+from localllm.kernels.cpu_shift import shift, shift_source
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
@@ -329,16 +333,57 @@ CPUS = {"avx2": "haswell", "avx-vnni": "alderlake", "avx512-vnni": "cascadelake"
 
 
 @native
-def test_on_every_cpu_the_kernel_calls_nothing() -> None:
+def test_on_every_cpu_the_kernels_call_nothing() -> None:
     from llvmlite import binding as llvm
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     for isa in (replace(isa, cpu=CPUS[isa.name]) for isa in cpu_isa.ISAS):
-        ir = cpu_rwkv.time_mix_source(NATIVE_SHAPES[1], is_first=False).source()
-        try:
-            code = cpu_jit.machine_code(ir, isa)
-        except RuntimeError as error:  # this llvmlite was built without the Arm target
-            assert isa.machine == "aarch64" and "target" in str(error)
-            continue
-        assert cpu_jit.undefined_symbols(code, ir) == set()
+        kernels = (
+            cpu_rwkv.time_mix_source(NATIVE_SHAPES[1], is_first=False),
+            shift_source(NATIVE_SHAPES[1], 192, 6, keeps=False),
+            shift_source(ShiftShape(192), 192, 1, keeps=True),
+            layer_norm_source(has_bias=True),
+        )
+        for ir in (kernel.source() for kernel in kernels):
+            try:
+                code = cpu_jit.machine_code(ir, isa)
+            except RuntimeError as error:  # this llvmlite was built without the Arm target
+                assert isa.machine == "aarch64" and "target" in str(error)
+                continue
+            assert cpu_jit.undefined_symbols(code, ir) == set()
+
+
+@native
+@every_isa
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layer_norms_are_those_of_torch(isa: Isa, has_bias: bool) -> None:
+    x, weight, bias = torch.randn(5, 48) + 3, torch.randn(48), torch.randn(48)
+    y, shape = torch.full((5, 48), float("nan")), torch.tensor([5])
+    native = layer_norm(isa, has_bias=has_bias)
+    Tape([native.step(x=x, weight=weight, bias=bias, y=y, shape=shape, features=48, eps=float_bits(1e-5))]).run()
+    expected = functional.layer_norm(x, (48,), weight, bias if has_bias else None, eps=1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@native
+@every_isa
+def test_a_shift_reads_the_token_before_and_keeps_what_a_channel_mix_does(isa: Isa) -> None:
+    shape, rows = ShiftShape(48), 100
+    x, mixes, y = torch.randn(rows, 48), torch.rand(1, 48), torch.zeros(rows, 48)
+    tables = StateTables(rows, 1)
+    place = StatePlace(LAYER * shape.state_bytes, LAYER * shape.snapshot_bytes)
+    states = [torch.zeros(2, shape.state_bytes, dtype=torch.uint8) for _ in range(2)]
+    snapshots = [torch.zeros(2, shape.snapshot_bytes, dtype=torch.uint8) for _ in range(2)]
+    expected = x + mixes * (torch.cat((torch.zeros(1, 48), x[:-1])) - x)
+    for begin, end in ((0, 70), (70, 75), (75, 76), (76, 92), (92, 100)):
+        committed = end if end - begin > STEP_ROWS else begin
+        source, due = x[begin:end].contiguous(), () if begin else ((64, snapshots[0].data_ptr()),)
+        tables.place([PlacedStates(0, end - begin, begin, committed, states[0].data_ptr(), due)])
+        words = {"plane": 0, "stride": 0, "state": place.state, "snapshot": place.snapshot, **tables.words}
+        Tape([shift(isa, shape, 48, 1, keeps=True).step(x=source, mixes=mixes, y=y, kept=0, **words)]).run()
+        torch.testing.assert_close(y[: end - begin], expected[begin:end], rtol=1e-6, atol=1e-6)
+        state = LayerState(shape, states[1][LAYER])
+        mix_channels(StateRows(state, source, begin, committed, {64: snapshots[1][LAYER]} if begin == 0 else {}))
+    assert torch.equal(snapshots[0], snapshots[1])
+    assert torch.equal(*(LayerState(shape, each[LAYER]).rows(84, 100) for each in states)) and not states[0][0].any()

@@ -28,12 +28,12 @@ from localllm.layers.batch import Batch
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
-from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
+from localllm.layers.rwkv7 import FIRST_VALUES, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import packed_matrix, packed_parts
-from localllm.models.cpu_rwkv_steps import has_native_matrices
+from localllm.models.cpu_rwkv_steps import has_native_matrices, makes_first_values
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
@@ -186,10 +186,21 @@ class CpuProgram:
                 room.take_per_layer(batch)
         if isinstance(body, MoE) and isinstance(body.experts, PooledExperts):
             self._run_pooled(room, whole, index, body, foresees=foresees)
+        elif isinstance(body, Rwkv7TimeMix) and not is_in_room:
+            self._run_time_mix(room, whole, index, body, batch)
         else:
             whole.tape.run(begin, end)
         if not is_in_room:
             x.copy_(room.x[: len(x)])
+
+    def _run_time_mix(self, room: Buffers, whole: _WholeTape, index: int, body: Rwkv7TimeMix, batch: Batch) -> None:
+        """Run a time mix where other batches are between it and the first one, whose values it looks at."""
+        first, makes = room.rwkv7.first[: len(batch)], makes_first_values(self.decoder.blocks, body)
+        if not makes:
+            first.copy_(batch.carried[FIRST_VALUES])
+        whole.tape.run(whole.starts[index], whole.starts[index + 1])
+        if makes:
+            batch.carried[FIRST_VALUES] = first.clone()
 
     def _run_pooled(self, room: Buffers, whole: _WholeTape, index: int, body: MoE, *, foresees: bool) -> None:
         """Run a mixture whose experts come from the disk: those that are here while the others are read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -20,15 +20,20 @@ from localllm.models.cpu_products import Products
 from localllm.models.decoder import Block
 
 
-def rwkv7_steps(write: Products, block: Block) -> Iterator[Step]:
-    """x += body(norm_in(x)); the first block's x is normed before."""
+def makes_first_values(blocks: Sequence[Block], body: Rwkv7TimeMix) -> bool:
+    """Return whether a body is the first time mix of those blocks: a draft may leave the model's out."""
+    return body is next(block.body for block in blocks if isinstance(block.body, Rwkv7TimeMix))
+
+
+def rwkv7_steps(write: Products, block: Block, blocks: Sequence[Block]) -> Iterator[Step]:
+    """x += body(norm_in(x)); the first block's x is normed before. blocks: all that are computed."""
     room, body, norm = write.room, block.body, block.norm_in
     assert isinstance(norm, LayerNorm) and block.norm_out is None, "as the family has it"
     if isinstance(block.norm_embedding, LayerNorm):
         yield layer_norm_step(write, block.norm_embedding, room.x, room.x)
     yield layer_norm_step(write, norm, room.x, room.y)
     if isinstance(body, Rwkv7TimeMix):
-        yield from _time_mix(write, body)
+        yield from _time_mix(write, body, is_first=makes_first_values(blocks, body))
     else:
         assert isinstance(body, Rwkv7ChannelMix)
         yield from _channel_mix(write, body)
@@ -63,7 +68,7 @@ def _shift(write: Products, body: Rwkv7TimeMix | Rwkv7ChannelMix, mixes: Tensor,
     )
 
 
-def _time_mix(write: Products, body: Rwkv7TimeMix) -> Iterator[Step]:
+def _time_mix(write: Products, body: Rwkv7TimeMix, *, is_first: bool) -> Iterator[Step]:
     room, own, shape = write.room, write.room.rwkv7, body.config.shape
     stride = len(RWKV7_PROJECTED) * shape.features
 
@@ -79,11 +84,10 @@ def _time_mix(write: Products, body: Rwkv7TimeMix) -> Iterator[Step]:
     pairs = {"w": body.decay, "a": body.rate, "g": body.gate}
     for name, pair in pairs.items():
         yield from _pair(write, pair, source(name), place(name), stride)
-    if body.value_gate is not None:
+    if body.value_gate is not None and not is_first:
         yield from _pair(write, body.value_gate, source("v"), place("value_gate"), stride)
     places = TimeMixPlaces(own.wide, stride, own.first, room.mixed)
     tables, state = room.states.tables, room.states.place(body.layer)
-    is_first = body.value_gate is None
     yield time_mix_step(write.isa, shape, body.weights, tables, state, places, is_first=is_first)
     yield write.quantize(body.o_proj, room.mixed, None)
     yield from write.multiply(body.o_proj, room.x, adds=True)

@@ -85,7 +85,7 @@ class Recorder(Products):
             yield from self._mixture(block, body)
             return
         if isinstance(body, Rwkv7TimeMix | Rwkv7ChannelMix):
-            yield from rwkv7_steps(self, block)
+            yield from rwkv7_steps(self, block, self.decoder.blocks)
             return
         if isinstance(body, Beside):
             yield from self._beside(block, body)

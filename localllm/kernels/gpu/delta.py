@@ -58,7 +58,7 @@ def floats_at(address, offset):
 
 
 @triton.jit
-def raw_columns(
+def raw_of(
     wide, gates, ring, begin, past, position, column, mask, wide_stride,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _prepare(
     for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
         value = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(TAPS):
-            seen = raw_columns(
+            seen = raw_of(
                 wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
                 CHANNELS, ROW, KEPT,
             )  # fmt: skip
@@ -125,14 +125,12 @@ def _prepare(
         value = activated(value, "silu")
         into = prepared + (row + position - past) * ROW
         if is_value:
-            at = CHANNELS + head
-            b = raw_columns(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
-            a = raw_columns(
-                wide, gates, ring, begin, past, position, at + VALUE_HEADS, True, wide_stride, CHANNELS, ROW, KEPT
-            )
+            at, behind = CHANNELS + head, CHANNELS + VALUE_HEADS + head
+            b = raw_of(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
+            a = raw_of(wide, gates, ring, begin, past, position, behind, True, wide_stride, CHANNELS, ROW, KEPT)
             rate = tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
             tl.store(into + at, beta_scale / (1 + tl.exp(-b)))
-            tl.store(into + at + VALUE_HEADS, tl.exp(-rate))
+            tl.store(into + behind, tl.exp(-rate))
         else:
             value = value * tl.rsqrt(tl.sum(value * value, axis=0) + _L2_EPS)
             value = tl.where(unit < KEY_HEADS, value * KEY_DIM**-0.5, value)
@@ -162,7 +160,7 @@ def store_tails(
         if (wanted > first) & (wanted <= end):
             tail = floats_at(address + snapshot_at, MATRIX_BYTES)
             for tap in tl.static_range(TAPS - 1):
-                row = raw_columns(
+                row = raw_of(
                     wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
                     CHANNELS, ROW, KEPT,
                 )  # fmt: skip
@@ -252,7 +250,7 @@ def _take_in(
     column = (head * (VALUE_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
     ring = floats_at(state, MATRIX_BYTES)
     for position in range(tl.maximum(past, end - KEPT), end):
-        kept = raw_columns(
+        kept = raw_of(
             wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
         )  # fmt: skip
         tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)

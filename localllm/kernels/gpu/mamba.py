@@ -20,7 +20,7 @@ from localllm.kernels.gpu.delta import (
     VALUES_A_PROGRAM,
     DeltaTables,
     floats_at,
-    raw_columns,
+    raw_of,
     softplus,
     stop_of,
     store_tails,
@@ -66,7 +66,7 @@ def _prepare_mamba(
     for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
         value = bias
         for tap in tl.static_range(TAPS):
-            seen = raw_columns(
+            seen = raw_of(
                 wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
                 CHANNELS, ROW, KEPT,
             )  # fmt: skip
@@ -75,7 +75,7 @@ def _prepare_mamba(
         tl.store(into + column, activated(value, "silu"), mask=mask)
         if is_head:
             at = CHANNELS + unit
-            dt = raw_columns(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
+            dt = raw_of(wide, gates, ring, begin, past, position, at, True, wide_stride, CHANNELS, ROW, KEPT)
             step = softplus(dt + tl.load(dt_bias + unit))
             step = tl.where(step < least, least, tl.where(step > most, most, step))  # NaN stays
             tl.store(into + at, step)
@@ -158,7 +158,7 @@ def _take_in_mamba(
     column = (head * (HEAD_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
     ring = floats_at(state, MATRIX_BYTES)
     for position in range(tl.maximum(past, end - KEPT), end):
-        kept = raw_columns(
+        kept = raw_of(
             wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
         )  # fmt: skip
         tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
