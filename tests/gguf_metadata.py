@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from localllm.kernels.sizes import Mamba2Shape
 from localllm.layers.config import AttentionConfig, KeyValue, RopeConfig
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
@@ -72,7 +73,15 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "minicpm3": "minicpm3",
+    "mamba2": "mamba2",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h_moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
+# Whose layers differ, and whose files are compared with their checkpoints alone.
+HYBRIDS = ("mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe")
 # Families whose files are those of another.
 READ_AS = {
     "mistral": "llama",
@@ -87,7 +96,7 @@ WITH_PATTERN = (
     "olmo3", "exaone4", "muse_glimmer_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 WINDOWED = (*WITH_PATTERN, "phi3", "phimoe", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
-WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3")  # whose heads share the hidden size
+WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3", "mamba2")  # whose heads share the hidden size
 # Keys of a config.json, any of them, and GGUF's for them.
 KEYS = {
     "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
@@ -148,7 +157,7 @@ def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
     if "linear_attention" in (raw.get("layer_types") or ()):
         kinds = [kind == "linear_attention" for kind in raw["layer_types"]] + [False] * extra
         found[f"{architecture}.attention.recurrent_layers"] = kinds  # which the package does not know
-    found[name_of("LLM.BLOCK_COUNT")] = raw["num_hidden_layers"] + extra
+    found[name_of("LLM.BLOCK_COUNT")] = num_layers_of(raw) + extra
     if extra:
         found[name_of("LLM.NEXTN_PREDICT_LAYERS")] = extra
     found |= {name_of(path): value for path, value in (_windows(raw) | _rope(raw)).items() if value is not None}
@@ -158,6 +167,11 @@ def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
     for token in parse_config(raw, "config.json").eos_token_ids[:1]:
         found[keys.Tokenizer.EOS_ID] = token
     return {name: as_stored(value) for name, value in found.items()}
+
+
+def num_layers_of(raw: Mapping[str, Any]) -> int:
+    """The layers of a file, which Nemotron H's lists."""
+    return len(raw["layers_block_type"]) if "layers_block_type" in raw else int(raw["num_hidden_layers"])
 
 
 def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,6 +185,8 @@ def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if raw["model_type"] in ("mamba2", "nemotron_h"):
+        return {}
     sections, rotating = rope_sections(Fields(raw, "config.json")), _rotating(raw)
     rope = sections[FULL].raw
     kind = rope.get("rope_type", rope.get("type"))
@@ -272,7 +288,63 @@ def _minicpm3(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"Attention.KEY_LENGTH": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"], **_ranks(raw)}
 
 
+def _mamba(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of Mamba 2."""
+    [shape] = {each.shape for each in parse_config(raw, "config.json").recurrents}
+    assert isinstance(shape, Mamba2Shape)
+    return {
+        "SSM.INNER_SIZE": shape.features,
+        "SSM.TIME_STEP_RANK": shape.num_heads,
+        "SSM.GROUP_COUNT": shape.num_groups,
+        "SSM.STATE_SIZE": shape.state_size,
+        "SSM.CONV_KERNEL": shape.conv_width,
+    }
+
+
+def _mamba2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    unused = {"LLM.CONTEXT_LENGTH": 1 << 20, "LLM.FEED_FORWARD_LENGTH": 0, "Attention.HEAD_COUNT": 0}
+    return {**_mamba(raw), **unused, "Attention.LAYERNORM_RMS_EPS": raw["layer_norm_epsilon"]}
+
+
+def _key_heads(raw: Mapping[str, Any], kinds: list[str]) -> dict[str, Any]:
+    """Heads of keys, of which layers without attention have none."""
+    heads = raw["num_key_value_heads"]
+    return {"Attention.HEAD_COUNT_KV": [heads if "attention" == each.removeprefix("full_") else 0 for each in kinds]}
+
+
+def _granitemoehybrid(raw: Mapping[str, Any]) -> dict[str, Any]:
+    rotates = {"Rope.SCALING_FINETUNED": False, "Rope.DIMENSION_COUNT": 16}
+    width = {"LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH": raw["shared_intermediate_size"]}
+    return {**_mamba(raw), **_key_heads(raw, raw["layer_types"]), **rotates, **width}
+
+
+def _nemotron_h(raw: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = raw["layers_block_type"]
+    widths = {"mlp": raw["intermediate_size"], "moe": raw["moe_intermediate_size"]}
+    return {
+        **_mamba(raw),
+        **_key_heads(raw, kinds),
+        "Attention.LAYERNORM_EPS": raw["layer_norm_epsilon"],
+        "LLM.FEED_FORWARD_LENGTH": [widths.get(kind, 0) for kind in kinds],
+        "Rope.DIMENSION_COUNT": 16,
+        "Rope.SCALING_FINETUNED": False,
+    }
+
+
+def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    [width] = {mlp.intermediate_size for mlp in parse_config(raw, "config.json").mlps[:1]}
+    found = {"ShortConv.L_CACHE": raw["conv_L_cache"], "LLM.FEED_FORWARD_LENGTH": width}
+    dense = {"LLM.LEADING_DENSE_BLOCK_COUNT": raw["num_dense_layers"]} if "num_dense_layers" in raw else {}
+    return {**found, **dense, **_key_heads(raw, raw["layer_types"])}
+
+
 _OWN = {
+    "mamba2": _mamba2,
+    "granitemoehybrid": _granitemoehybrid,
+    "falcon_h1": _mamba,
+    "nemotron_h": _nemotron_h,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
     "deepseek_v2": _latent,
     "deepseek_v3": _latent,
     "glm4_moe_lite": _latent,

@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from tests.gguf_metadata import ARCHITECTURES, SCALES, factors_of, metadata_of
+from localllm.models.families import parse_config
+from tests.gguf_metadata import ARCHITECTURES, HYBRIDS, SCALES, factors_of, metadata_of, num_layers_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -22,6 +23,7 @@ _ENUMS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 _ENUMS["muse-glimmer"] = _ENUMS["afmoe"]  # which the package does not know: a model with the same tensors
 _PERMUTED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "arcee", "internlm3", "muse_glimmer_text",
+    "granitemoehybrid",
 )  # fmt: skip
 _DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _OFFSET = ("gemma2", "gemma3_text", "nemotron", "muse_glimmer_text", *_DELTA)
@@ -79,21 +81,25 @@ def write_gguf(
     config = config.get("text_config", config)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
-    tensors = cut(_with_stacked_experts(_of_text(load_file(checkpoint / "model.safetensors"))), config, is_early)
+    of_text = _of_text(load_file(checkpoint / "model.safetensors"))
+    if config["model_type"] in HYBRIDS:
+        of_text = _renamed(of_text, config)
+    tensors = cut(_with_stacked_experts(of_text), config, is_early)
     described = metadata_of(config, architecture) | _coefficients(tensors)
     del described["general.architecture"]  # which the writer adds
     for key, value in (described | (metadata or tokenizer_metadata(checkpoint))).items():
         if value is not None:
             _add(writer, key, value)
     meant: dict[str, NDArray[np.float32]] = {}
-    names = gguf.get_tensor_name_map(_ENUMS[architecture], config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(_ENUMS[architecture], num_layers_of(config))
     for plain, tensor in tensors.items():
         name = _scale_name(plain) or names.get_name(
             plain.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias"),
             try_suffixes=(".weight", ".bias"),
         )
         assert name is not None, plain
-        name += "" if name.endswith((".weight", ".bias", ".scale", ".ssm_a")) else ".weight"
+        name += "" if name.endswith((".weight", ".bias", ".scale", ".ssm_a", ".ssm_d")) else ".weight"
+        name = name.replace("ffn_norm.weight", "ffn_norm") if config["model_type"] == "falcon_h1" else name
         values = np.ascontiguousarray(as_stored(plain, tensor.float().numpy(), config))
         kind = type_of(name, values.shape)
         data = encoded(values, kind)
@@ -197,13 +203,39 @@ def as_stored(
     is_last = kind == "muse_glimmer_text" and name == "model.norm.weight"
     if kind in _OFFSET and name.endswith("norm.weight") and ".linear_attn." not in name and not is_last:
         return values - 1 if back else values + 1
+    if ".mamba." in name and not back:
+        values = _mamba2_as_stored(part, name, values, config)
     if name.endswith("A_log"):
         values = np.log(-values) if back else -np.exp(values)
-    elif part == "conv1d":
+    elif name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, None] if back else values[:, 0]
     if ".linear_attn." in name and kind != "qwen3_next":
         return _with_moved_heads(name, values, config, back=back)
     return values
+
+
+def _renamed(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors by names of which the package knows all."""
+    renames = parse_config(config, "config.json").stored.renames
+    if config["model_type"] == "falcon_h1":  # whose norms the package knows by their own name alone
+        renames = tuple(pair for pair in renames if pair[0] != ".pre_ff_layernorm.")
+    if config["model_type"] == "nemotron_h":  # whose layers have one norm, always called alike
+        renames += ((".post_attention_layernorm.", ".input_layernorm."),)
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in renames:
+            name = name.replace(theirs, ours)
+        found[name.replace("model.norm.", "model.embedding_norm.") if "conv_L_cache" in config else name] = tensor
+    return found
+
+
+def _mamba2_as_stored(
+    part: str, name: str, values: NDArray[np.float32], config: Mapping[str, Any]
+) -> NDArray[np.float32]:
+    if name.endswith((".A_log", ".D")):
+        return values[:, None]
+    groups = config.get("mamba_n_groups", config.get("n_groups"))
+    return values.reshape(groups, -1) if part == "norm" else values
 
 
 def _coefficients(tensors: dict[str, Any]) -> dict[str, list[float]]:
@@ -229,7 +261,7 @@ def _head_scales(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
 
 def _unread_keys(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     """What makes keys and values in layers that read those of others, where published files have it."""
-    count, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers") or 0
+    count, shared = num_layers_of(config), config.get("num_kv_shared_layers") or 0
     return {
         f"blk.{layer}.{part}.weight": np.ones((2, 2), np.float32)
         for layer in range(count - shared, count)
@@ -287,6 +319,10 @@ def cut(tensors: Mapping[str, Any], config: Mapping[str, Any], is_early: bool) -
     for name, tensor in tensors.items():
         if config["model_type"] == "gpt_oss" and ".experts." in name:
             found |= _gpt_oss_experts(name, tensor)
+            continue
+        if config["model_type"] == "granitemoehybrid" and name.endswith(".gate_up_proj.weight"):
+            halves = zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True)
+            found |= {name.replace("gate_up", part): half for part, half in halves}
             continue
         if name.endswith(".mlp.experts.gate_up_proj"):  # not Gemma 4's, which stay as they are
             halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)

@@ -96,6 +96,17 @@ AS_STORED = {
     "deepseek_v3-odd": {"rope_interleave": True} | rope("yarn", 4.0, mscale=0.5, mscale_all_dim=0.5, **TRAINED),
     "glm4_moe_lite": {},
     "minicpm3": {"dim_model_base": 256},
+    "mamba2": {"max_position_embeddings": 1 << 20},
+    "mamba2-odd": {"max_position_embeddings": 1 << 20},
+    "granitemoehybrid": {},
+    "granitemoehybrid-dense": {"position_embedding_type": None},
+    "falcon_h1": {},
+    "nemotron_h": {"moe_intermediate_size": 96},
+    "nemotron_h-groups": {"moe_intermediate_size": 96},
+    "lfm2": {},
+    "lfm2-odd": {"conv_bias": False},
+    "lfm2_moe": {},
+    "lfm2_moe-odd": {"conv_bias": False, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
 }
 
 

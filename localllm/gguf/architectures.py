@@ -399,6 +399,147 @@ def _minicpm3(file: Metadata) -> Json:
     }
 
 
+def _mamba2(file: Metadata) -> Json:
+    heads, features = _state_heads(file)
+    return {
+        "model_type": "mamba2",
+        "num_heads": heads,
+        "head_dim": features // heads,
+        "n_groups": file.integer("ssm.group_count"),
+        "state_size": file.integer("ssm.state_size"),
+        "conv_kernel": file.integer("ssm.conv_kernel"),
+        "expand": features / max(file.integer("embedding_length"), 1),
+        "layer_norm_epsilon": file.norm_eps,
+        "use_bias": file.has("ssm_in.bias"),
+        "use_conv_bias": file.has("ssm_conv1d.bias"),
+    }
+
+
+def _state_heads(file: Metadata) -> tuple[int, int]:
+    """Return the heads that have a state, which the key calls otherwise, and the features of all."""
+    heads, features = file.integer("ssm.time_step_rank"), file.integer("ssm.inner_size")
+    if not heads or features % heads:
+        raise file.refused("ssm.inner_size", features, f"a multiple of the {heads} heads of ssm.time_step_rank")
+    return heads, features
+
+
+def _mamba(file: Metadata) -> Json:
+    """Return the sizes of Mamba 2 by the keys that most families have for them."""
+    heads, features = _state_heads(file)
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": features // heads,
+        "mamba_n_groups": file.integer("ssm.group_count"),
+        "mamba_d_state": file.integer("ssm.state_size"),
+        "mamba_d_conv": file.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": file.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": file.has("ssm_in.bias"),
+    }
+
+
+def _granitehybrid(file: Metadata) -> Json:
+    """Return the keys of Granite 4. The only files of this architecture whose heads rotate are Bamba's, with pairs over
+    all of a head although half of it rotates."""
+    if file.get("rope.scaling.finetuned") is not False:
+        raise file.unsupported("heads that rotate (Bamba)")
+    _, features = _state_heads(file)
+    experts = file.integer("expert_count", 0)
+    own: Json = (
+        {"shared_intermediate_size": file.width("ffn_down.weight")}
+        if not experts
+        else {
+            "shared_intermediate_size": file.width("ffn_down_shexp.weight"),
+            "intermediate_size": file.width("ffn_down_exps.weight"),
+            **_top_k(file),
+        }
+    )
+    return {
+        "model_type": "granitemoehybrid",
+        "layer_types": _kinds_by_keys(file, _LINEAR),
+        "position_embedding_type": "nope",
+        "partial_rotary_factor": 1.0,
+        "mamba_expand": features / max(file.integer("embedding_length"), 1),
+        "num_local_experts": experts,
+        **_mamba(file),
+        **_multipliers(file),
+        **own,
+    }
+
+
+def _falcon_h1(file: Metadata) -> Json:
+    """Return the keys of Falcon H1, whose multipliers are in the weights."""
+    return {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": file.integer("ssm.inner_size"),
+        "mamba_rms_norm": file.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": file.has("ssm_out.bias"),
+        **_mamba(file),
+    }
+
+
+def _nemotron_h(file: Metadata) -> Json:
+    """Return the keys of Nemotron H, of which a layer's tensors show what it is."""
+    heads, features = _state_heads(file)
+    config: Json = {
+        "model_type": "nemotron_h",
+        "partial_rotary_factor": 1.0,  # of what does not rotate
+        "layers_block_type": [_single_block(file, layer) for layer in range(file.num_layers)],
+        "layer_norm_epsilon": file.norm_eps,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": features // heads,
+        "n_groups": file.integer("ssm.group_count"),
+        "ssm_state_size": file.integer("ssm.state_size"),
+        "conv_kernel": file.integer("ssm.conv_kernel"),
+        "use_conv_bias": file.has("ssm_conv1d.bias"),
+        "use_bias": file.has("ssm_in.bias"),
+        "mlp_bias": file.has("ffn_up.bias"),
+        "moe_latent_size": file.integer("moe_latent_size", 0) or None,
+    }
+    if file.has("ffn_down.weight"):
+        config["intermediate_size"] = file.width("ffn_down.weight")
+    if not file.has("ffn_down_exps.weight"):
+        return config
+    shared = {"moe_shared_expert_intermediate_size": file.width("ffn_down_shexp.weight")}
+    return config | shared | _grouped_experts(file)
+
+
+def _single_block(file: Metadata, layer: int) -> str:
+    """Return the kind of a layer that is one block."""
+    kinds = {"ssm_in": _LINEAR, "attn_q": _FULL, "ffn_down_exps": "moe", "ffn_down": "mlp"}
+    return next((kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in file.tensors), "")
+
+
+def _kinds_by_keys(file: Metadata, other: str) -> list[str]:
+    """Return the kind of each layer, of which those without heads of keys are of the other one."""
+    return [_FULL if heads else other for heads in file.listed("attention.head_count_kv")]
+
+
+def _lfm2(file: Metadata) -> Json:
+    return {
+        "model_type": "lfm2",
+        "layer_types": _kinds_by_keys(file, "conv"),
+        "conv_L_cache": file.integer("shortconv.l_cache"),
+        "conv_bias": file.has("shortconv.conv.bias"),
+        "norm_eps": file.norm_eps,
+        "block_auto_adjust_ff_dim": False,  # the width is what is left of it
+    }
+
+
+def _lfm2moe(file: Metadata) -> Json:
+    return {
+        **_lfm2(file),
+        "model_type": "lfm2_moe",
+        "num_dense_layers": file.integer("leading_dense_block_count", 0),
+        "num_experts": file.integer("expert_count"),
+        "moe_intermediate_size": file.width("ffn_down_exps.weight"),
+        "use_expert_bias": file.has("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        **_top_k(file),
+    }
+
+
 def _top_k(file: Metadata) -> Json:
     return {"num_experts_per_tok": file.integer("expert_used_count")}
 
@@ -427,9 +568,7 @@ def _grouped_experts(file: Metadata) -> Json:
 
 
 def _delta_net(file: Metadata) -> Json:
-    heads, features = file.integer("ssm.time_step_rank"), file.integer("ssm.inner_size")
-    if not heads or features % heads:
-        raise file.refused("ssm.inner_size", features, f"a multiple of the {heads} heads of ssm.time_step_rank")
+    heads, features = _state_heads(file)
     return {
         "linear_num_key_heads": file.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
@@ -476,7 +615,8 @@ def _layer_types(file: Metadata, default: int) -> list[str]:
     return [_SLIDING if (layer + 1) % every else _FULL for layer in range(file.num_layers)]
 
 
-OF_OTHER_HEADS = ("deepseek2", "minicpm3")  # which say of heads what others do not
+OF_OTHER_HEADS = ("deepseek2", "minicpm3", "mamba2")  # which say of heads what others do not
+HYBRIDS = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")  # whose layers lack what others have
 VARYING = ("gemma3n", "gemma4")  # whose layers may differ in what all layers of others have alike
 ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
@@ -524,6 +664,13 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "nemotron": _nemotron,
         "deepseek2": _deepseek2,
         "minicpm3": _minicpm3,
+        "mamba2": _mamba2,
+        "granitehybrid": _granitehybrid,
+        "falcon-h1": _falcon_h1,
+        "nemotron_h": _nemotron_h,
+        "nemotron_h_moe": _nemotron_h,
+        "lfm2": _lfm2,
+        "lfm2moe": _lfm2moe,
     }
 )
 
@@ -550,6 +697,10 @@ _MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hunyuan-dense": ("hunyuan_v1_dense",),
         "chatglm": ("glm",),
         "muse-glimmer": ("muse_glimmer",),
+        "granitehybrid": ("granitemoehybrid",),
+        "falcon-h1": ("falcon_h1",),
+        "nemotron_h_moe": ("nemotron_h",),
+        "lfm2moe": ("lfm2_moe",),
         "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     }
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from localllm.errors import FETCH_ANEW, CheckpointError, Fixes, UnsupportedModelError, show
-from localllm.gguf.architectures import ARCHITECTURES, OF_OTHER_HEADS, VARYING
+from localllm.gguf.architectures import ARCHITECTURES, HYBRIDS, OF_OTHER_HEADS, VARYING
 from localllm.gguf.metadata import MOST, Json, Metadata, Shape
 from localllm.gguf.rope import DEFAULT_THETA, rope_scaling, share_of
 from localllm.registry import unknown_architecture
@@ -47,6 +47,7 @@ def hf_config(
         raise unknown_architecture(source, {"model_type": architecture}, ARCHITECTURES)
     file = Metadata(metadata, tensors, factors, architecture, source)
     usual = file.in_first_layer() if architecture in VARYING else file
+    usual = file.without_gaps() if architecture in HYBRIDS else usual
     heads = {} if architecture in OF_OTHER_HEADS else _heads(usual)
     return _common(usual) | heads | own(file)
 
@@ -96,10 +97,7 @@ def _common(file: Metadata) -> Json:
         "num_hidden_layers": file.num_layers,
         "num_nextn_predict_layers": file.integer("nextn_predict_layers", 0),
         "max_position_embeddings": file.integer("context_length"),
-        # Where norms are by mean and variance, there is the other key alone.
-        "rms_norm_eps": file.number(
-            "attention.layer_norm_rms_epsilon", file.optional_number("attention.layer_norm_epsilon")
-        ),
+        "rms_norm_eps": file.norm_eps,
         "rope_theta": file.number("rope.freq_base", DEFAULT_THETA),
         "rope_local_base_freq": file.optional_number("rope.freq_base_swa"),
         "rope_scaling": rope_scaling(file),

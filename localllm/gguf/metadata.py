@@ -41,19 +41,27 @@ class Metadata:
         return first
 
     def listed(self, key: str) -> Sequence[object]:
-        """Return the value of a key for each layer. Raises CheckpointError where it is a list of another length."""
-        value, count = self.keys.get(f"{self.architecture}.{key}"), self.num_layers
+        """Return the value of a key for each layer, without those that predict further tokens. Raises CheckpointError
+        where it is a list of another length."""
+        value, count = self.keys.get(f"{self.architecture}.{key}"), self.integer("block_count")
         if not isinstance(value, Sequence) or isinstance(value, str):
-            return [value] * count
+            return [value] * self.num_layers
         if len(value) != count:
             raise self.refused(key, value, f"a value for each of the {count} layers of block_count")
-        return value
+        return value[: self.num_layers]
 
     def in_first_layer(self) -> Metadata:
         """Return what the file says of the first layer, where it has a value for each."""
         lists = {key: value for key, value in self.keys.items() if isinstance(value, list | array) and value}
         firsts = {key: value[0] for key, value in lists.items() if key.startswith(f"{self.architecture}.")}
         return replace(self, keys={**self.keys, **firsts})
+
+    def without_gaps(self) -> Metadata:
+        """Return what the file says of the layers that have something of a kind, where others have 0 of it."""
+        lists = {key: value for key, value in self.keys.items() if isinstance(value, list | array)}
+        own = {key: set(value) for key, value in lists.items() if key.startswith(f"{self.architecture}.")}
+        alike = {key: max(values) for key, values in own.items() if 0 in values and len(values) <= 2}
+        return replace(self, keys={**self.keys, **alike})
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = default if (found := self.get(key)) is None else found
@@ -81,6 +89,13 @@ class Metadata:
         if not 1 <= layers <= MAX_LAYERS:
             raise self.refused("block_count", layers, f"a number of layers up to {MAX_LAYERS}")
         return layers
+
+    @property
+    def norm_eps(self) -> float:
+        """What norms add. Where they are by mean and variance, there is the other key alone, and in some files of other
+        models, too."""
+        other = self.optional_number("attention.layer_norm_epsilon")
+        return self.number("attention.layer_norm_rms_epsilon", other)
 
     @property
     def window(self) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_PART = re.compile(r"blk\.(\d{1,5})\.(\w+?)(?:\.(\d{1,5}))?(?:\.(weight|bias|scale|input_scale))?")
+_PART = re.compile(r"blk\.(\d{1,5})\.((?:shortconv\.)?\w+?)(?:\.(\d{1,5}))?(?:\.(weight|bias|scale|input_scale))?")
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -123,6 +123,23 @@ _LATENT_ATTENTION = {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_v_b": "self_attn.v_b_proj",
 }
+_MAMBA2 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SHORT_CONV = {
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_LAST_NORM = {"token_embd_norm": "model.norm"}  # which these files call so
+_OUTER_OWN: Mapping[str, Mapping[str, str]] = MappingProxyType({"lfm2": _LAST_NORM, "lfm2moe": _LAST_NORM})
+_SINGLE_BLOCKS = ("nemotron_h", "nemotron_h_moe")  # a layer of theirs is one block, and has one norm
 _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gemma2": _GEMMA,
@@ -143,19 +160,29 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "muse-glimmer": _MUSE_GLIMMER,
         "deepseek2": _LATENT_ATTENTION,
         "minicpm3": _LATENT_ATTENTION,
+        "mamba2": _MAMBA2,
+        "granitehybrid": _MAMBA2,
+        "falcon-h1": _MAMBA2,
+        "nemotron_h": _MAMBA2,
+        "nemotron_h_moe": _MAMBA2,
+        "lfm2": _SHORT_CONV,
+        "lfm2moe": _SHORT_CONV,
     }
 )
 # Parts that are called the same whatever their suffix is.
 _WITHOUT_SUFFIX = frozenset(
-    {"exp_probs_b", "ssm_dt", "ssm_a", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
+    {"exp_probs_b", "ssm_dt", "ssm_a", "ssm_d", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How the weights of an architecture differ from those of Hugging Face. Of Gated DeltaNet, -exp(A_log) stands in
-    place of A_log everywhere. Of latent attention, what makes keys of latents is turned round where it is stored apart
-    from what makes values: [heads, features of a latent, features of a key], which takes queries to latents.
+    """How the weights of an architecture differ from those of Hugging Face.
+
+    Of Gated DeltaNet and Mamba 2, -exp(A_log) stands in place of A_log everywhere; of Mamba 2, that and D are
+    [heads, 1], and a norm's weights [groups, features]. Of Falcon H1, all multipliers are in the weights. Of latent
+    attention, what makes keys of latents is turned round where it is stored apart from what makes values: [heads,
+    features of a latent, features of a key], which takes queries to latents.
 
     pairs_heads: the rows of q and k, and their biases, are in pairs that rotate together. With those half a head apart,
         as Llama's are in Hugging Face's form, they are `rows.view(heads, head_dim // 2, 2, K).transpose(1, 2)`.
@@ -187,6 +214,7 @@ _FORMS: Mapping[str, GgufForm] = MappingProxyType(
         "ernie4_5": _PAIRED,
         "smollm3": _PAIRED,
         "granite": _PAIRED,
+        "granitehybrid": _PAIRED,
         "chatglm": _PAIRED,
         "glm4": _PAIRED,
         "arcee": _PAIRED,
@@ -212,12 +240,14 @@ def stored_form(architecture: str) -> GgufForm:
 def hf_name(name: str, architecture: str, stored: Container[str] = ()) -> str | None:
     """Return Hugging Face's name of a tensor; None where `holds_weights` is false, and for one that is not known.
 
-    stored: the names of all tensors: an MLP that is beside a router is a shared expert.
+    stored: the names of all tensors: an MLP that is beside a router is a shared expert, and the norm of a layer that is
+        only an MLP the one in front of that.
     A fused "attn_qkv" has the rows of q, of k and of v one below the other. "ssm_a" is not A_log: see `GgufForm`.
     """
     stem, _, suffix = name.rpartition(".")
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.{suffix}"
+    outer = _OUTER_OWN.get(architecture, {}).get(stem) or _OUTER.get(stem)
+    if outer is not None:
+        return f"{outer}.{suffix}"
     found = _PART.fullmatch(name)
     if found is None:
         return None
@@ -225,6 +255,11 @@ def hf_name(name: str, architecture: str, stored: Container[str] = ()) -> str | 
     inner = _OWN.get(architecture, {}).get(part) or _COMMON.get(part)
     if inner is None or (expert is not None and part not in _GATED):
         return None
+    if part == "ffn_norm" and suffix is None:  # as Falcon H1's files have it
+        suffix = "weight"
+    downs = (f"blk.{layer}.ffn_down{kind}.weight" for kind in ("", "_exps"))
+    if part == "attn_norm" and architecture in _SINGLE_BLOCKS and any(each in stored for each in downs):
+        inner = _COMMON["ffn_norm"]
     if architecture == "gemma4" and suffix == "scale" and part in _GEMMA4_SCALES:
         return f"model.layers.{int(layer)}.{_GEMMA4_SCALES[part]}"
     if expert is not None:  # files of early 2024 have a tensor for each expert

@@ -74,7 +74,7 @@ class StoredForm:
     delta_rows: how the projections of Gated DeltaNet lie: queries, keys and values in one matrix (`joined`), in three
         (`apart`), or all rows of one key head after those of the one before (`by_head`); `gates_by_head`: those of the
         gates of a state so, the others joined.
-    negates_rates: -exp(A_log) is stored in place of Gated DeltaNet's A_log.
+    negates_rates: -exp(A_log) is stored in place of the A_log of Gated DeltaNet and Mamba 2.
     num_extra_layers: layers behind the last that nobody computes with here: they draft tokens.
     """
 

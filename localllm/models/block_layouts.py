@@ -407,7 +407,7 @@ def _mamba2(layer: int, config: Mamba2Config, around: Around) -> BlockLayout:
     taps, channels, heads = shape.conv_width, shape.channels, shape.num_heads
     vectors = [
         Vector("conv", f"{mamba}.conv1d.weight", taps * channels, is_norm_weight=False, taps=taps),
-        Vector("a_log", f"{mamba}.A_log", heads, is_norm_weight=False),
+        Vector("a_log", f"{mamba}.A_log", heads, is_norm_weight=False, is_logarithm=around.model.stored.negates_rates),
         Vector("dt_bias", f"{mamba}.dt_bias", heads, is_norm_weight=False),
         Vector("d", f"{mamba}.D", heads),
     ]

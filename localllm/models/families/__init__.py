@@ -69,7 +69,11 @@ def in_gguf_form(config: ModelConfig, pairs_heads: bool, tiles_value_heads: bool
     if rows == "by_head" and any(name.endswith(".in_proj_qkv.weight") for name in names):
         rows = "gates_by_head"
     stored = StoredForm(
-        apart_gates=config.stored.apart_gates, interleaves_heads=pairs_heads, delta_rows=rows, negates_rates=True
+        splits=config.stored.splits,
+        apart_gates=config.stored.apart_gates,
+        interleaves_heads=pairs_heads,
+        delta_rows=rows,
+        negates_rates=True,
     )
     layers = _with_value_heads(config.layers, is_tiled=True) if tiles_value_heads else config.layers
     return replace(config, layers=layers, stored=stored, published=config.stored)
