@@ -107,7 +107,7 @@ class AttentionRoom:
             shape=self._counts[0],
             stride=place.stride,
             layer=place.layer,
-            window=NO_WINDOW,
+            window=place.window or NO_WINDOW,
             scale=float_bits(scale),
             **shared,
         )
@@ -136,7 +136,7 @@ class AttentionPlace:
 class LatentPlace:
     """One layer's latent attention, all fp32. absorbed [T, heads * latent_dim]; turning, of each token all heads'
     features that meet the shared key, `stride` floats behind those of the last one; latents, likewise
-    `latent_stride`; out as absorbed. tokens, layer: as in `AttentionPlace`."""
+    `latent_stride`; out as absorbed. tokens, layer, window: as in `AttentionPlace`."""
 
     absorbed: Tensor
     num_heads: int
@@ -147,6 +147,7 @@ class LatentPlace:
     out: Tensor
     tokens: Tensor
     layer: int
+    window: int | None = None
 
     def step(
         self,

@@ -130,6 +130,7 @@ class LatentAttentionConfig:
     query_rank: features that queries pass through, with a norm; None: they are projected at once.
     plain_dim, shared_dim: features of a query that meet the head's own key, and the shared one.
     rotary_dim: the leading features of `shared_dim` that rotate. 0: positions are not told.
+    window: keys that a query sees, itself included; None: all.
     norm_eps: of the norms of queries and latents.
     """
 
@@ -142,6 +143,7 @@ class LatentAttentionConfig:
     rope: RopeConfig
     rotary_dim: int
     scale: float
+    window: int | None = None
     norm_eps: float = 1e-6
     has_bias: bool = False  # of what is projected down
     has_output_bias: bool = False

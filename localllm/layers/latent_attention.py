@@ -8,6 +8,7 @@ other bits than a step does, and takes as long as the rest of the layer where 8,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ class LatentAttention:
             rows = slice(segment.begin, segment.end)
             pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
             write(pages, segment.past, keys[rows], keys[rows])
-            mixed.append(paged_attention(queries[rows], pages, segment.past, scale=self.config.scale))
+            options: dict[str, Any] = {"scale": self.config.scale, "window": self.config.window}
+            mixed.append(paged_attention(queries[rows], pages, segment.past, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 

@@ -96,7 +96,8 @@ class NativeAttention:
         turning = queries[..., config.latent_dim :].flatten(1)
         out, shape, isa = torch.empty_like(absorbed), torch.tensor([len(queries)]), best_isa()
         widths, tokens = (turning.shape[1], keys.shape[-1]), self._tokens[group]
-        place = LatentPlace(absorbed, config.num_heads, turning, widths[0], keys, widths[1], out, tokens, row)
+        places = absorbed, config.num_heads, turning, widths[0], keys, widths[1], out, tokens, row
+        place = LatentPlace(*places, config.window)
         rows, is_split = self._rows, self._is_split
         steps = self._room.latent_steps(isa, self.layouts, place, config.scale, rows=rows, is_split=is_split)
         Tape([place.step(isa, self.layouts, shape), *steps]).run()

@@ -242,7 +242,7 @@ class ModelConfig:
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each of `keepers`."""
-        return tuple(each.window if isinstance(each, AttentionConfig) else None for each in self.keepers)
+        return tuple(each.window for each in self.keepers)
 
     @cached_property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:

@@ -102,7 +102,7 @@ def _latent_attention(write: Products, body: LatentAttention, norm: RMSNorm | No
     group, index = write.page_place(body.layer)
     turning, width = room.queries[H * config.plain_dim :], config.query_features
     latents, tokens = room.wide[rank:], room.tokens[group]
-    place = LatentPlace(room.absorbed, H, turning, width, latents, stride, room.mixed, tokens, index)
+    place = LatentPlace(room.absorbed, H, turning, width, latents, stride, room.mixed, tokens, index, config.window)
     norms = body.latent_norm.weight, body.latent_norm.eps
     rotation = (room.cos[body.rotation], room.sin[body.rotation]) if config.rotary_dim else None
     yield place.step(write.isa, attending.layouts, room.activations.shape, rotation, norms)
