@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.chat.plan_text import hybrid
 from localllm.config import format_bytes, format_figure
 from localllm.engine import model_plan, planner
 from localllm.engine.model_plan import consider
@@ -609,3 +610,13 @@ def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
     assert len(lines) == 2
     for line in lines:
         assert run_cli(*line.split()[1:]).code == 0, line
+
+
+def test_layers_that_keep_a_state_are_counted_among_all():
+    qwen = {"model_type": "qwen3_5_text", "num_hidden_layers": 8, "layer_types": None}
+    shapes = (
+        model_shape(parse_config(raw, "it"), RECIPES["int8"], "bf16", "it") for raw in (qwen, {"model_type": "rwkv7"})
+    )
+    some, every = map(hybrid, shapes)
+    assert some.startswith("6 of 8 layers keep a state") and some.endswith("in the others")
+    assert every.startswith("every layer keeps a state") and "others" not in every

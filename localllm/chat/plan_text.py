@@ -104,11 +104,10 @@ def hybrid(shape: ModelShape) -> str:
     if not shape.state_layers:
         return ""
     state, token = format_bytes(shape.snapshot_bytes), format_bytes(shape.kv_bytes_per_token)
-    layers = len(shape.blocks) // 2
-    return (
-        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {state} in a snapshot of "
-        f"all of them however long the text is; a token takes {token} in the others"
-    )
+    kept = f"a state in place of keys and values, {state} in a snapshot of all of them however long the text is"
+    if shape.state_layers == shape.num_layers:
+        return f"every layer keeps {kept}"
+    return f"{shape.state_layers} of {shape.num_layers} layers keep {kept}; a token takes {token} in the others"
 
 
 def _amount(count: int) -> str:

@@ -83,6 +83,7 @@ def model_shape(
         kv_bytes_per_sequence=kv_sizes.per_sequence,
         recurrent_bytes=sum(each.state_bytes + each.snapshot_bytes for each in config.state_shapes),
         snapshot_bytes=sum(each.snapshot_bytes for each in config.state_shapes),
+        num_layers=config.num_layers,
         state_layers=len(config.state_shapes),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
         cheap_ctx=min(config.max_position_embeddings, HYBRID_CTX) if config.state_shapes else 0,

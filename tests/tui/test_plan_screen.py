@@ -108,7 +108,7 @@ class FakePlanner(PlanWorker):
     def _planned(self, wish: PlanWish) -> Planned:
         shape = model_shape(self.name, wish.changes.get("kv", "auto"), self.num_experts)
         if self.is_hybrid:
-            shape = replace(shape, state_layers=9, recurrent_bytes=7 * _MIB, snapshot_bytes=6 * _MIB)
+            shape = replace(shape, num_layers=12, state_layers=9, recurrent_bytes=7 * _MIB, snapshot_bytes=6 * _MIB)
         ram_bytes = parse_bytes(wish.changes.get("ram")) or 2 * GIB
         memory = Memory(ram_bytes, 300 * _MIB, 2 * GIB, 3 * GIB)
         job = JobShape(4, 1024, 1024) if wish.goal == "throughput" else None
