@@ -104,10 +104,15 @@ def hybrid(shape: ModelShape) -> str:
     if not shape.state_layers:
         return ""
     state, token = format_bytes(shape.snapshot_bytes), format_bytes(shape.kv_bytes_per_token)
-    layers = len(shape.blocks) // 2
+    layers = len({block.name.rpartition(".")[0] for block in shape.blocks})
+    kept = f"{state} in a snapshot of all of them however long the text is"
+    if not shape.keeps_tokens:
+        return f"all {layers} layers keep a state in place of keys and values, {kept}"
+    if shape.state_layers == layers:
+        return f"all {layers} layers keep a state beside keys and values, {kept}; a token takes {token}"
     return (
-        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {state} in a snapshot of "
-        f"all of them however long the text is; a token takes {token} in the others"
+        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {kept}; a token takes "
+        f"{token} in the others"
     )
 
 

@@ -79,7 +79,8 @@ class ModelShape:
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
     snapshot_bytes: int = 0  # of one snapshot of all states
     cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
-    state_layers: int = 0  # that keep a state in place of keys and values
+    state_layers: int = 0  # that keep a state, in place of keys and values or beside them
+    keeps_tokens: bool = True  # some layer has keys and values
     is_tied: bool = False  # the embedding is the head's matrix
     can_skip: bool = True  # a draft may leave blocks out
     can_split: bool = False  # an MLP block, between a device and the host
