@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from localllm.errors import CheckpointError, DoesNotFitError, TokenizerError
+from localllm.models.architecture import StoredForm
 from localllm.models.checkpoints import safetensors_file
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.text.tokenizer import Tokenizer
@@ -89,6 +90,26 @@ def test_separate_and_fused_projections_become_the_same_tensor(stored_fused, tmp
         read = checkpoint.read_rows(checkpoint.stored_rows(f"{ATTENTION}.qkv_proj.weight", parts), (4,), torch.float32)
         assert torch.equal(read, whole.float())
         assert not any("proj.weight" in name for name in checkpoint.unused())
+
+
+def test_rows_of_a_tensor_have_names_of_their_own(tmp_path):
+    """And nobody misses the whole: all of its parts are asked for, or those that are not are named."""
+    whole, bias = torch.arange(24.0).view(6, 4), torch.arange(6.0)
+    name = "model.layers.0.mamba.in_proj"
+    tensors = weights() | {f"{name}.weight": whole, f"{name}.bias": bias}
+    save_file(tensors, tmp_path / "model.safetensors")
+    form = StoredForm(splits=((".in_proj", ((".in_proj_z", 1), (".in_proj_x", 3), (".in_proj_dt", 2))),))
+    with Checkpoint.open(tmp_path, form) as checkpoint:
+        assert_reads_all(checkpoint)
+        assert not checkpoint.has(f"{name}.weight") and checkpoint.shape(f"{name}_x.weight") == (3, 4)
+        assert torch.equal(checkpoint.read(f"{name}_x.weight", (3, 4), torch.float32), whole[1:4])
+        assert torch.equal(checkpoint.read(f"{name}_dt.bias", (2,), torch.float64), bias[4:].double())
+        rows = checkpoint.read_rows({f"{name}_dt.weight": 2, f"{name}_z.weight": 1}, (4,), torch.float32)
+        assert torch.equal(rows, whole[[4, 5, 0]])
+        assert checkpoint.unused() == (f"{name}_z.bias", f"{name}_x.bias")
+    form = StoredForm(splits=((".in_proj", ((".in_proj_z", 1), (".in_proj_x", 3))),))
+    with pytest.raises(CheckpointError, match="in_proj"):
+        Checkpoint.open(tmp_path, form)
 
 
 def test_a_missing_tensor_is_named_with_the_nearest(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 import subprocess
 import sys
 from operator import attrgetter
@@ -603,3 +605,35 @@ def test_a_hybrid_that_does_not_add_up_is_refused_by_its_key(keys: dict[str, Any
 def test_a_hybrid_of_another_kind_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError):
         parse_config(HYBRID | keys, "a test's config")
+
+
+REFUSED = {
+    "latent experts": ("nemotron_h", {"moe_latent_size": 64, "layers_block_type": ["moe"]}, "moe_latent_size"),
+    "an unknown letter": ("nemotron_h", {"hybrid_override_pattern": "M?"}, "'?'"),
+    "no layer": ("nemotron_h", {"hybrid_override_pattern": ""}, "layers_block_type"),
+    "positions of another kind": ("granitemoehybrid", {"position_embedding_type": "alibi"}, "alibi"),
+    "heads that are not all features": ("bamba", {"mamba_n_heads": 7, "mamba_d_head": 64}, "mamba_n_heads"),
+    "groups that divide no heads": ("mamba2", {"n_groups": 3}, "n_groups"),
+    "a step without an upper bound's number": ("bamba", {"time_step_limit": [0.0, "never"]}, "time_step_limit"),
+    "a layer that is not there": ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices"),
+    "a bias that would not be multiplied": (
+        "falcon_h1",
+        {"attention_bias": True, "attention_in_multiplier": 0.5, "mamba_d_ssm": None},
+        "attention_bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_model_with_mamba_2_cannot_be_is_refused_by_name(case: str) -> None:
+    family, own, named = REFUSED[case]
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(named)):
+        parse_config({"model_type": family, **own}, "config.json")
+
+
+def test_a_step_of_mamba_2_may_be_unbounded_in_each_way_that_files_have_it() -> None:
+    for highest in (math.inf, "Infinity", {"__float__": "Infinity"}):
+        config = parse_config({"model_type": "bamba", "time_step_limit": [0.1, highest]}, "config.json")
+        assert {(mixer.least_step, mixer.most_step) for mixer in config.recurrents} == {(0.1, None)}
+    config = parse_config({"model_type": "bamba", "time_step_limit": [0.0, 2.5]}, "config.json")
+    assert {mixer.most_step for mixer in config.recurrents} == {2.5}

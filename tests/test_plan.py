@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.chat import plan_text
 from localllm.chat.plan_text import hybrid
 from localllm.config import format_bytes, format_figure
 from localllm.engine import model_plan, planner
@@ -430,6 +431,21 @@ def test_the_plan_of_a_hybrid_tells_what_its_layers_keep() -> None:
     assert planned("mistral-7b", "--weights", "int4", "--ram", "8GiB")[1]["states"] is None
 
 
+@pytest.mark.parametrize(
+    ("family", "own", "told"),
+    [
+        ("mamba2", {"num_heads": 8, "head_dim": 16}, "all 4 layers keep a state in place of keys and values"),
+        ("falcon_h1", {"head_dim": 32, "mamba_d_ssm": 1024}, "all 4 layers keep a state beside keys and values"),
+        ("bamba", {"mamba_n_heads": 8, "attn_layer_indices": [1]}, "3 of 4 layers keep a state in place of keys"),
+    ],
+)
+def test_a_plan_says_which_layers_keep_a_state(family: str, own: dict[str, Any], told: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = parse_config({"model_type": family, **sizes, **own}, "a test's config")
+    line = plan_text.hybrid(model_shape(config, RECIPES["int4-g64"], "bf16", "a test's model"))
+    assert line.startswith(told) and ("a token takes" in line) == (family != "mamba2")
+
+
 @pytest.mark.usefixtures("small_process")
 def test_the_text_of_a_mixtures_plan_says_each_thing_once_with_its_unit() -> None:
     out = run_cli("plan", "qwen3-30b-a3b", "--ram", "4GiB", "--weights", "int4").out.decode()
@@ -619,4 +635,4 @@ def test_layers_that_keep_a_state_are_counted_among_all():
     )
     some, every = map(hybrid, shapes)
     assert some.startswith("6 of 8 layers keep a state") and some.endswith("in the others")
-    assert every.startswith("every layer keeps a state") and "others" not in every
+    assert every.startswith("all 8 layers keep a state") and "others" not in every

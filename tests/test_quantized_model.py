@@ -41,9 +41,11 @@ FOLDERS: dict[str, tuple[Callable[[int, int], Case], str]] = {
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def write_quantized(folder: Path, make: Callable[[int, int], Case]) -> Any:
-    """A small Llama whose layers are quantized, in a folder; returns transformers' model of its weights."""
-    write_checkpoint(folder, "llama", **SHAPE)
+def write_quantized(
+    folder: Path, make: Callable[[int, int], Case], family: str = "llama", sizes: dict[str, Any] = SHAPE
+) -> Any:
+    """A small model whose layers are quantized, in a folder; returns transformers' model of its weights."""
+    write_checkpoint(folder, family, **sizes)
     tensors, dense = load_file(folder / "model.safetensors"), {}
     stored: dict[str, Tensor] = {}
     for name, weight in tensors.items():
@@ -78,6 +80,25 @@ def logits(engine: Engine, ids: list[int]) -> Tensor:
 def test_a_quantized_folder_computes_what_transformers_computes_with_its_weights(name, tmp_path):
     make, recipe = FOLDERS[name]
     peer = write_quantized(tmp_path / "folder", make)
+    ids = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = peer(torch.tensor([ids]), use_cache=False).logits[0]
+    files = hub.locate(str(tmp_path / "folder"))
+    engine = Engine.load(files, EngineConfig(device="cpu", dtype="fp32", weights="fp32"))
+    torch.testing.assert_close(logits(engine, ids), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    kept = Engine.load(files, EngineConfig(device="cpu"))
+    assert kept.weights == (recipe or "bf16")
+    likeness = torch.nn.functional.cosine_similarity(logits(kept, ids), expected, dim=1)
+    assert float(likeness.median()) > 0.99
+
+
+@pytest.mark.parametrize("name", ["gptq asym", "mlx", "fp8"])
+@torch.inference_mode()
+def test_parts_of_a_quantized_matrix_have_names_and_multipliers_of_their_own(name, tmp_path):
+    """The steps of Mamba 2 are read in fp32, and each part of its projection is multiplied by its own number."""
+    make, recipe = FOLDERS[name]
+    mamba = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32}
+    unbiased = {"projectors_bias": False, "mlp_bias": False}
+    peer = write_quantized(tmp_path / "folder", make, "falcon_h1-multipliers", SHAPE | mamba | unbiased)
     ids = torch.randint(0, 256, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = peer(torch.tensor([ids]), use_cache=False).logits[0]
     files = hub.locate(str(tmp_path / "folder"))

@@ -104,10 +104,16 @@ def hybrid(shape: ModelShape) -> str:
     if not shape.state_layers:
         return ""
     state, token = format_bytes(shape.snapshot_bytes), format_bytes(shape.kv_bytes_per_token)
-    kept = f"a state in place of keys and values, {state} in a snapshot of all of them however long the text is"
-    if shape.state_layers == shape.num_layers:
-        return f"every layer keeps {kept}"
-    return f"{shape.state_layers} of {shape.num_layers} layers keep {kept}; a token takes {token} in the others"
+    layers = shape.num_layers
+    kept = f"{state} in a snapshot of all of them however long the text is"
+    if not shape.keeps_tokens:
+        return f"all {layers} layers keep a state in place of keys and values, {kept}"
+    if shape.state_layers == layers:
+        return f"all {layers} layers keep a state beside keys and values, {kept}; a token takes {token}"
+    return (
+        f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {kept}; a token takes "
+        f"{token} in the others"
+    )
 
 
 def _amount(count: int) -> str:

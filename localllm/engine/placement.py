@@ -11,7 +11,7 @@ from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
 from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
-from localllm.layers.config import MoEConfig
+from localllm.layers.config import MoEConfig, Recurrent
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts
 from localllm.models.capabilities import can_be_split, can_have_slots, native_row_bytes, runs_natively
@@ -84,7 +84,8 @@ def model_shape(
         recurrent_bytes=sum(each.state_bytes + each.snapshot_bytes for each in config.state_shapes),
         snapshot_bytes=sum(each.snapshot_bytes for each in config.state_shapes),
         num_layers=config.num_layers,
-        state_layers=len(config.state_shapes),
+        state_layers=sum(any(isinstance(each, Recurrent) for each in layer.mixers) for layer in config.layers),
+        keeps_tokens=bool(config.kv_shapes),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
         cheap_ctx=min(config.max_position_embeddings, HYBRID_CTX) if config.state_shapes else 0,
         row_bytes=widest_kv // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them

@@ -90,6 +90,24 @@ def test_answers_that_share_steps_are_those_that_they_are_alone(hybrids, simulat
         assert [heard.token_ids for heard in answered(packed.engine(placed), *requests)] == alone
 
 
+MAMBAS = {
+    "falcon_h1": {"head_dim": 32, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "intermediate_size": 64},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32},
+}
+
+
+@pytest.mark.parametrize(("family", "placement"), one_in(2, product(MAMBAS, PLACEMENTS)))
+def test_the_text_of_models_with_mamba_2_is_that_of_the_cpu(family, placement, tmp_path, simulated_card):
+    """Beside attention in one block, and without any."""
+    write_checkpoint(tmp_path, family, layers=4, seed=3, **MAMBAS[family])  # of seed 0 two tokens are as likely
+    packed = packed_in_formats(tmp_path, tmp_path)["int4-g32"]
+    expected = texts_of_the_cpu({"int4-g32": packed}, 6)["int4-g32"]
+    with simulated_card(CardConfig("lazy")) as card, packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, placement), 8)
+        assert text(packed, placed, 6) == expected
+        assert card.counts["replays"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
 def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):

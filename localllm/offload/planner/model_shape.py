@@ -80,7 +80,8 @@ class ModelShape:
     snapshot_bytes: int = 0  # of one snapshot of all states
     cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
     num_layers: int = 0
-    state_layers: int = 0  # of these, that keep a state in place of keys and values
+    state_layers: int = 0  # of these, that keep a state, in place of keys and values or beside them
+    keeps_tokens: bool = True  # some layer has keys and values
     is_tied: bool = False  # the embedding is the head's matrix
     can_skip: bool = True  # a draft may leave blocks out
     can_split: bool = False  # an MLP block, between a device and the host
