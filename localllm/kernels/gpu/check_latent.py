@@ -18,7 +18,7 @@ from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.rope import Rope
-from localllm.kernels.kv_page import Coding, LatentLayout, PageLayout
+from localllm.kernels.kv_page import Coding, KVShape, PageLayout, layout_of
 from localllm.kernels.sizes import Weights
 
 
@@ -39,12 +39,12 @@ class LatentHeads:
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        """Of dense and of coded pages."""
-        of = (1, self.latent_dim + self.shared_dim)
-        dense = LatentLayout(*of, "dense", "dense", self.dtype, self.latent_dim)
+        """Of open pages, which are INT8 beside coded ones, and of those."""
+        shape = KVShape(1, self.latent_dim + self.shared_dim, self.latent_dim)
         if self.keys == "dense":
-            return dense, None
-        return dense, LatentLayout(*of, self.keys, self.keys, self.dtype, self.latent_dim)
+            return layout_of(shape, "dense", "dense", self.dtype), None
+        own, coded = (layout_of(shape, coding, coding, self.dtype) for coding in ("int8", self.keys))
+        return own, coded
 
 
 # GLM 4.7 Flash and DeepSeek V2 Lite, V3, MiniCPM 3.

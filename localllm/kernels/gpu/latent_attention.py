@@ -62,29 +62,24 @@ def _words(i, FEATURES: tl.constexpr, CODING: tl.constexpr):
 
 
 @triton.jit
-def _features(word, half, CODING: tl.constexpr):
-    """The first of the four features, one behind the other, whose codes are in these words."""
+def _feature_of(byte, half, CODING: tl.constexpr):
+    """The feature whose code is in this byte of a run, of INT4 in this half of it."""
     if CODING == "int4":
-        word = word // 4 * 8 + word % 4 + half * 4
-    return word * 4
-
-
-@triton.jit
-def _quarters(x):
-    """[N, LANES, 4] as four of [N, LANES]."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+        byte = byte // 16 * 32 + byte % 16 + half * 16
+    return byte
 
 
 @triton.jit
 def _fours(rows, i, half, mask, FEATURES: tl.constexpr, CODING: tl.constexpr):
     """Four tiles of the run at each of the pointers [N]: by the byte that a feature's code has in its word."""
-    word = _words(i, FEATURES, CODING)
-    at = _features(word, half, CODING)[None, :, None] + tl.arange(0, 4)[None, None, :]
-    is_there = mask[:, None, None] & (word < words_of(FEATURES, CODING))[None, :, None]
-    return _quarters(tl.load(rows[:, None, None] + at, mask=is_there, other=0.0))
+    LANES: tl.constexpr = lanes_of(FEATURES, CODING)
+    byte = i * (4 * LANES) + tl.arange(0, 4 * LANES)[None, :]
+    is_there = mask[:, None] & (byte < 4 * words_of(FEATURES, CODING))
+    x = tl.load(rows[:, None] + _feature_of(byte, half, CODING), mask=is_there, other=0.0)
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], LANES, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -130,61 +125,73 @@ def _dense_page(
 
 
 @triton.jit
-def _codes(run, i, FEATURES: tl.constexpr, CODING: tl.constexpr):
-    """int32 [LANES, 64]: the words of tile i of the run at this address."""
+def _codes(run, i, half, FEATURES: tl.constexpr, CODING: tl.constexpr, STORED: tl.constexpr):
+    """int32 [LANES, 64]: the words of tile i of the run at this address. STORED: how the page is coded; where it is
+    INT8 and others are INT4, those of the features that these have in this half of such words."""
     word = _words(i, FEATURES, CODING)[:, None]
-    at = run.to(tl.pointer_type(tl.int32)) + word * PAGE + tl.arange(0, PAGE)[None, :]
+    at = word
+    if STORED != CODING:
+        at = word // 4 * 8 + word % 4 + half * 4
+    at = run.to(tl.pointer_type(tl.int32)) + at * PAGE + tl.arange(0, PAGE)[None, :]
     if words_of(FEATURES, CODING) % lanes_of(FEATURES, CODING) == 0:
         return tl.load(at)
     return tl.load(at, mask=word < words_of(FEATURES, CODING), other=0)
 
 
 @triton.jit
-def _levels(words, half, j, CODING: tl.constexpr, OPERAND: tl.constexpr):
+def _levels(words, half, j, STORED: tl.constexpr, OPERAND: tl.constexpr):
     """What byte j of each word stands for."""
     byte = (words >> (8 * j)).to(tl.int16)
-    if CODING == "int8":
+    if STORED == "int8":
         return signed_byte(byte, OPERAND)
     return nibble((byte >> (4 * half)) & 15, INT4_ZERO, OPERAND)
 
 
 @triton.jit
-def _coded_scores(scores, q, is_row, run, scales, FEATURES: tl.constexpr, CODING: tl.constexpr, OPERAND: tl.constexpr):
+def _coded_scores(
+    scores, q, is_row, run, scales,
+    FEATURES: tl.constexpr, CODING: tl.constexpr, STORED: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
     """scores [R, 64] and those of a run of codes, each token's times its scale."""
     products = tl.zeros(scores.shape, tl.float32)
     for i in tl.range(0, tiles_of(FEATURES, CODING)):
-        words = _codes(run, i, FEATURES, CODING)
         for half in tl.static_range(halves_of(CODING)):
+            words = _codes(run, i, half, FEATURES, CODING, STORED)
             queries = _fours(q, i, half, is_row, FEATURES, CODING)
             for j in tl.static_range(4):
-                levels = _levels(words, half, j, CODING, OPERAND)
+                levels = _levels(words, half, j, STORED, OPERAND)
                 products = tl.dot(queries[j].to(OPERAND), levels, products, input_precision="ieee")
     return tl.fma(products, tl.broadcast_to(scales[None, :], scores.shape), scores)
 
 
 @triton.jit
 def _coded_page(
-    page, is_row, q, first, mixed, peak, total, factor,
-    LATENT: tl.constexpr, SLICE: tl.constexpr, D: tl.constexpr, CODING: tl.constexpr, CODES: tl.constexpr,
+    page, key, position, q, first, mixed, peak, total, factor,
+    LATENT: tl.constexpr, SLICE: tl.constexpr, D: tl.constexpr, CODING: tl.constexpr, STORED: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Do as `_dense_page`, of a page that is seen whole. Queries beyond a run are zeros, whatever codes are there."""
-    token = tl.arange(0, PAGE)
-    latent_scales = scales_of(tl.load(page + CODES + token))
+    """Do as `_dense_page`, of any page. STORED: its own coding. Queries beyond a run are zeros, whatever codes are
+    there."""
+    token, is_row = tl.arange(0, PAGE), position >= 0
+    scales = page + words_of(D, STORED) * 4 * PAGE + token
+    latent_scales = scales_of(tl.load(scales))
     scores = tl.zeros((mixed[0].shape[0], PAGE), tl.float32)
-    scores = _coded_scores(scores, q, is_row, page, latent_scales, LATENT, CODING, OPERAND)
-    shared_scales = scales_of(tl.load(page + CODES + PAGE + token))
-    behind = page + words_of(LATENT, CODING) * 4 * PAGE
-    scores = _coded_scores(scores, q + LATENT, is_row, behind, shared_scales, D - LATENT, CODING, OPERAND)
-    weights, own_peak, own_total = softened((scores,), factor, False)
-    operand, sums = (weights[0] * latent_scales[None, :]).to(OPERAND), ()
+    scores = _coded_scores(scores, q, is_row, page, latent_scales, LATENT, CODING, STORED, OPERAND)
+    behind, shared_scales = page + words_of(LATENT, STORED) * 4 * PAGE, scales_of(tl.load(scales + PAGE))
+    scores = _coded_scores(
+        scores, q + LATENT, is_row, behind, shared_scales, D - LATENT, CODING, STORED, OPERAND
+    )  # fmt: skip
+    seen = key + token[None, :] <= position[:, None]
+    weights, own_peak, own_total = softened((tl.where(seen, scores, float("-inf")),), factor, False)
+    # A scale that is NaN concerns those alone who see its token.
+    operand, sums = tl.where(seen, weights[0] * latent_scales[None, :], 0.0).to(OPERAND), ()
     halves: tl.constexpr = halves_of(CODING)
-    values = page + first // (4 * halves) * (4 * PAGE)
+    values = page + first // (4 * halves_of(STORED)) * (4 * PAGE)
     for i in tl.static_range(tiles_of(SLICE, CODING)):
-        words = _codes(values, i, SLICE, CODING)
         for half in tl.static_range(halves):
+            words = _codes(values, i, half, SLICE, CODING, STORED)
             for j in tl.static_range(4):
-                levels = tl.trans(_levels(words, half, j, CODING, OPERAND))
+                levels = tl.trans(_levels(words, half, j, STORED, OPERAND))
                 own = tl.dot(operand, levels, input_precision="ieee")
                 so_far = mixed[(i * halves + half) * 4 + j]
                 with_it, highest, sum_total = with_page(so_far, peak, total, own, own_peak, own_total)
@@ -198,9 +205,9 @@ def _store(out, mask, mixed, SLICE: tl.constexpr, CODING: tl.constexpr):
     halves: tl.constexpr = halves_of(CODING)
     for i in tl.static_range(tiles_of(SLICE, CODING)):
         for half in tl.static_range(halves):
-            word = _words(i, SLICE, CODING)
-            at = out[:, None] + _features(word, half, CODING)[None, :]
-            is_there = mask[:, None] & (word < words_of(SLICE, CODING))[None, :]
+            word = _words(i, SLICE, CODING)[None, :]
+            at = out[:, None] + _feature_of(4 * word, half, CODING)
+            is_there = mask[:, None] & (word < words_of(SLICE, CODING))
             for j in tl.static_range(4):
                 tl.store(at + j, mixed[(i * halves + half) * 4 + j], mask=is_there)
 
@@ -217,8 +224,8 @@ def _zeros(R: tl.constexpr, SLICE: tl.constexpr, CODING: tl.constexpr):
 def _attend_latents(
     q, part, peaks, totals, positions, own, own_stride, tasks, tables, layer, factor, num_rows, table_stride,
     H: tl.constexpr, D: tl.constexpr, LATENT: tl.constexpr, SLICE: tl.constexpr, CODING: tl.constexpr,
-    DENSE: tl.constexpr, CODES: tl.constexpr, CODED_BYTES: tl.constexpr, OPERAND: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK_R: tl.constexpr, SECTION: tl.constexpr, OVERLAPS: tl.constexpr,
+    OPEN: tl.constexpr, DENSE: tl.constexpr, OPEN_BYTES: tl.constexpr, CODED_BYTES: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, SECTION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     task, first, section = tasks + tl.program_id(0) // BLOCKS * 4, tl.program_id(1) * SLICE, tl.program_id(2)
@@ -236,29 +243,34 @@ def _attend_latents(
     peak, total = before_pages(None, r)
     mixed = _zeros(BLOCK_R, SLICE, CODING)
     pages = tables + tl.load(task + 2).to(tl.int64) * table_stride
-    # Of a coded format the last page and the first are dense, and come last, in that order.
+    # Of a coded format the last page and the first are INT8, and come last, in that order.
     first_step, end_step = begin, end
     if CODING != "dense":
         for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):
             page = page_at(tl.load(pages + number), layer.to(tl.int64) * CODED_BYTES)
             mixed, peak, total = _coded_page(
-                page, position >= 0, q, first, mixed, peak, total, factor, LATENT, SLICE, D, CODING, CODES, OPERAND
-            )
+                page, number * PAGE, position, q, first, mixed, peak, total, factor,
+                LATENT, SLICE, D, CODING, CODING, OPERAND,
+            )  # fmt: skip
         first_step = 1 - (end > own_page).to(tl.int32)
         end_step = 1 + ((begin == 0) & (own_page > 0)).to(tl.int32)
-    dense_bytes: tl.constexpr = D * PAGE * DENSE.primitive_bitwidth // 8
     for step in range(first_step, end_step):
         number = step
         if CODING != "dense":
             number = tl.where(step == 0, own_page, 0)
-        address = tl.load(pages + number, mask=number < own_page, other=0) + layer.to(tl.int64) * dense_bytes
+        address = tl.load(pages + number, mask=number < own_page, other=0) + layer.to(tl.int64) * OPEN_BYTES
         if number == own_page:
             address = tl.load(own + first_token) + layer.to(tl.int64) * tl.load(own_stride + first_token)
-        head = page_at(address, 0).to(tl.pointer_type(DENSE))
-        mixed, peak, total = _dense_page(
-            head, last + 1 - number * PAGE, number * PAGE, position, q, first, mixed, peak, total, factor,
-            LATENT, SLICE, D, CODING, OPERAND,
-        )  # fmt: skip
+        if CODING == "dense":
+            mixed, peak, total = _dense_page(
+                page_at(address, 0).to(tl.pointer_type(DENSE)), last + 1 - number * PAGE, number * PAGE, position,
+                q, first, mixed, peak, total, factor, LATENT, SLICE, D, CODING, OPERAND,
+            )  # fmt: skip
+        else:
+            mixed, peak, total = _coded_page(
+                page_at(address, 0), number * PAGE, position, q, first, mixed, peak, total, factor,
+                LATENT, SLICE, D, CODING, OPEN, OPERAND,
+            )  # fmt: skip
     row += section.to(tl.int64) * num_rows * H
     if first == 0:  # as all slices have them
         tl.store(peaks + row, peak, mask=is_row)
@@ -313,7 +325,7 @@ def attend_latents(
             "num_rows": M, "table_stride": history.tables.stride(0),
         },
         constants={
-            **latent_constants(dense, coded), "H": H, "SLICE": values,
+            **latent_constants(dense, coded), "OPEN_BYTES": dense.layer_bytes, "H": H, "SLICE": values,
             "OPERAND": tl.float32 if is_wide(dense) else tl.bfloat16, "BLOCKS": rows // block, "BLOCK_R": block,
             "SECTION": pages,
         },

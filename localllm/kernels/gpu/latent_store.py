@@ -51,8 +51,8 @@ def _turned(
 
 
 @triton.jit
-def _store_coded(x, page, slot, mask, LATENT: tl.constexpr, CODES: tl.constexpr, CODING: tl.constexpr):
-    """`kv_page.quantize` of two runs. x fp32 [groups, 32]; CODES: bytes of the codes, behind which scales are."""
+def _store_coded(x, page, slot, mask, LATENT: tl.constexpr, D: tl.constexpr, CODING: tl.constexpr):
+    """`kv_page.quantize` of two runs. x fp32 [groups, 32]."""
     group = tl.arange(0, x.shape[0])[:, None]
     lane = tl.arange(0, GROUP)[None, :] + tl.zeros(x.shape, tl.int32)
     is_latent = group < LATENT // GROUP
@@ -68,8 +68,9 @@ def _store_coded(x, page, slot, mask, LATENT: tl.constexpr, CODES: tl.constexpr,
     content = codes_of(x, code, CODING)
     code = tl.where(is_finite, code, NOT_FINITE)
     is_first = (group == 0) | (group == LATENT // GROUP)
-    tl.store(page + CODES + tl.where(is_latent, 0, PAGE) + slot, code.to(tl.uint8), mask=is_first)
     BYTES: tl.constexpr = GROUP if CODING == "int8" else HALF_GROUP
+    scales = page + D // GROUP * BYTES * PAGE  # behind the codes
+    tl.store(scales + tl.where(is_latent, 0, PAGE) + slot, code.to(tl.uint8), mask=is_first)
     byte = group * BYTES + lane
     tl.store(page + byte // 4 * (4 * PAGE) + slot * 4 + byte % 4, content, mask=mask & (lane < BYTES))
 
@@ -79,7 +80,7 @@ def _latent_store(
     absorbed, turning, kept, q, positions, own, own_stride, coded, inv_freq, norm, eps, rotary_scale,
     layer, turning_stride, kept_stride, inv_freq_stride,
     H: tl.constexpr, D: tl.constexpr, LATENT: tl.constexpr, GROUPS: tl.constexpr, ROTARY: tl.constexpr,
-    CODING: tl.constexpr, DENSE: tl.constexpr, CODES: tl.constexpr, CODED_BYTES: tl.constexpr, OVERLAPS: tl.constexpr,
+    CODING: tl.constexpr, OPEN: tl.constexpr, DENSE: tl.constexpr, CODED_BYTES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -104,24 +105,26 @@ def _latent_store(
     if CODING != "dense":
         x = hadamard(x)
     slot = position % PAGE
-    dense = page_at(tl.load(own + row), layer * tl.load(own_stride + row)).to(tl.pointer_type(DENSE))
-    tl.store(dense + slot * D + feature, x.to(DENSE), mask=mask)
-    if CODING != "dense":
+    own_page = page_at(tl.load(own + row), layer * tl.load(own_stride + row))
+    if CODING == "dense":
+        tl.store(own_page.to(tl.pointer_type(DENSE)) + slot * D + feature, x.to(DENSE), mask=mask)
+    else:
+        _store_coded(x, own_page, slot, mask, LATENT, D, OPEN)
         address = tl.load(coded + row)
         if address != 0:
             page = page_at(address, layer.to(tl.int64) * CODED_BYTES)
-            _store_coded(x, page, slot, mask, LATENT, CODES, CODING)
+            _store_coded(x, page, slot, mask, LATENT, D, CODING)
 
 
 def latent_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any]:
     """Return what kernels know of pages of latents when they are compiled; sizes in bytes."""
-    assert isinstance(dense, LatentLayout)
+    assert isinstance(dense, LatentLayout) and dense.is_dense == (coded is None)
     return {
         "D": dense.head_dim,
         "LATENT": dense.latent_dim,
         "CODING": "dense" if coded is None else coded.keys,
+        "OPEN": dense.keys,
         "DENSE": TYPES[dense.dtype],
-        "CODES": 0 if coded is None else coded.sizes[0],
         "CODED_BYTES": 0 if coded is None else coded.layer_bytes,
     }
 
