@@ -635,4 +635,4 @@ def test_layers_that_keep_a_state_are_counted_among_all():
     )
     some, every = map(hybrid, shapes)
     assert some.startswith("6 of 8 layers keep a state") and some.endswith("in the others")
-    assert every.startswith("all 8 layers keep a state") and "others" not in every
+    assert every.startswith("all 48 layers keep a state") and "others" not in every

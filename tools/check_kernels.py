@@ -56,9 +56,12 @@ from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
 from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, MAMBAS, ROUTERS, weights_of
+from localllm.kernels.gpu.check_latent import LatentHeads
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
+from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
+from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -98,7 +101,9 @@ _TYPES = {
     torch.int64: "*i64",
 }
 # These read what a token costs: weights, the pages of keys and values, states.
-READERS = frozenset({"_gemv", "_gemm", "_attend", "_expert_gates", "_experts_mixed", "_expert_gemm", "_take_in"})
+READERS = frozenset(
+    {"_gemv", "_gemm", "_attend", "_attend_latents", "_expert_gates", "_experts_mixed", "_expert_gemm", "_take_in"}
+)
 _WIDE_ROWS = 16  # of more rows the tensor cores are what takes time
 # Bytes that a thread may put aside: anywhere, and outside of its loops, which is once. Triton 3.7 calls the assembler
 # with a flag (--regAllocOptLevel=2) by which it does so here and there.
@@ -146,6 +151,16 @@ def products(
             yield from dispatch.product(codes, packed, y, _N, None, adds=adds)
         gate = Gate(Codes.of(count, packed), GLUS[0], _N // 2)
         yield from dispatch.product(codes, packed, gate, _N, None, adds=False)
+
+
+def by_head(
+    weights: Weights, rows: tuple[int, ...] = (1, 16, 512), dispatch: Dispatch | None = None
+) -> Iterator[KernelLaunch]:
+    """Yield the launches of such a matrix, whose rows are those of 16 heads."""
+    packed, dispatch, heads = matrix(weights), dispatch or Dispatch(multiprocessors=64), 16
+    for count in rows:
+        codes = Codes.empty(count, heads * _K, packed.group, _HOST, packed.bits)
+        yield from dispatch.product(codes, packed, _empty((count, _N)), _N, None, adds=False, heads=heads)
 
 
 def routers(some: Iterable[RouterConfig], rows: tuple[int, ...] = (1, 4, 512)) -> Iterator[KernelLaunch]:
@@ -238,6 +253,27 @@ def attention(
             yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=min(block, most_rows))
 
 
+def latents(
+    heads: LatentHeads, *, is_step: bool = False, groups: tuple[int | None, ...] = GROUPS[:1]
+) -> Iterator[KernelLaunch]:
+    """Yield the launches of latent attention for a few rows and for many; is_step: for a few."""
+    H, D, latent, dtype = heads.heads, heads.latent_dim + heads.shared_dim, heads.latent_dim, heads.dtype
+    dense, coded = heads.layouts
+    for rows, sections in ((16, 8),) if is_step else ((16, 8), (PREFILL_ROWS, 1)):
+        tables = TokenTables(_empty((rows,), torch.int32), *(_empty((rows,), torch.int64) for _ in range(3)))
+        history = AttentionHistory(_empty((rows, 4), torch.int32), _empty((rows, 32), torch.int64))
+        q, absorbed = new_queries(rows, H, dense), _empty((rows, H * latent))
+        outs: list[Tensor | Codes] = [_empty((rows, H * latent)), *codes_of_heads(rows, H, latent, groups)]
+        turning, kept = _empty((rows, H * heads.shared_dim)), _empty((rows, D))
+        if sections == 1:  # as the library's product gives them
+            turning, kept = turning.to(dtype), kept.to(dtype)
+        rope = Rope(_empty((1, heads.shared_dim // 2)), 1.0, None, _empty((latent,)), 1e-5)
+        yield latent_store(absorbed, turning, kept, q, tables, rope, dense, coded, 3)
+        parts, block = new_parts(sections, rows, H, latent, _HOST), block_rows(H, is_prefill=sections == 1)
+        for out in outs:
+            yield from attend_latents(q, out, tables, history, parts, dense, coded, 3, scale=0.1, rows=block)
+
+
 def codes_of_heads(rows: int, heads: int, head_dim: int, groups: tuple[int | None, ...]) -> Iterator[Codes]:
     for group in groups:
         length, bits = (INT8_GROUP, 8) if group is None else (group, 4)
@@ -305,6 +341,15 @@ OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), 
 OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
 
 
+OTHER_LATENTS = (
+    LatentHeads("int4", 20),
+    LatentHeads("dense", 128),
+    LatentHeads("int8", 40, 256, 32, 32),
+    LatentHeads("int4", 40, 256, 32, 32),
+    LatentHeads("dense", 40, 256, 32, 32),
+)
+
+
 def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
     """What a card launches that takes steps of a few rows only, in fp32."""
     few = Dispatch(multiprocessors=40, gemv_rows=FEW_ROWS, most_rows=FEW_ROWS)
@@ -329,6 +374,10 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from attention(heads, is_step=True)
     for heads in () if is_brief else OTHER_HEADS:
         yield from attention(replace(heads, dtype=torch.float32), is_step=True)
+    for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
+        yield from latents(replace(each, dtype=torch.float32), is_step=True)
+    for weights in (BRIEF_WEIGHTS if is_brief else WEIGHTS)[:4]:
+        yield from by_head(weights, (1, 16), few)
 
 
 def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[KernelLaunch]:
@@ -356,6 +405,10 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
     for heads in () if is_brief else OTHER_HEADS:
         yield from attending(heads)
+    for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
+        yield from latents(each)
+    for weights in (BRIEF_WEIGHTS if is_brief else WEIGHTS)[:4]:
+        yield from by_head(weights)
 
 
 def launches_of_check(dispatch: Dispatch, dtype: torch.dtype | None = None) -> list[KernelLaunch]:

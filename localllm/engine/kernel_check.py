@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.kernels.sizes import ConvShape, DeltaShape, Mamba2Shape, Weights
+from localllm.kernels.sizes import Coding, ConvShape, DeltaShape, Mamba2Shape, Weights
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
-from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_packed, is_plain
+from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_latent_for_gpu, is_packed, is_plain
 from localllm.quant.recipe import Recipe
 from localllm.repairs import install_compiler, install_python_headers
 
@@ -79,7 +79,23 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         ways["convs"] = convs
     if mambas := [asdict(shape) for shape in shapes if isinstance(shape, Mamba2Shape)]:
         ways["mambas"] = mambas
+    if latents := list(_latents(config, kv_format.keys, dtype)):
+        ways["latents"] = latents
     return CheckScope.of(ways)
+
+
+def _latents(config: ModelConfig, keys: Coding, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Yield the ways of latent attention that a GPU's kernels know."""
+    known = filter(is_latent_for_gpu, config.latents) if has_one_head_shape(config) else ()
+    for each in dict.fromkeys(known):
+        yield {
+            "keys": keys,
+            "heads": each.num_heads,
+            "latent_dim": each.latent_dim,
+            "shared_dim": each.shared_dim,
+            "rotary": each.rotary_dim,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
 
 
 def _way(weights: Weights) -> int | dict[str, Any] | None:

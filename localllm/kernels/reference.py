@@ -70,7 +70,7 @@ def attention(
 
     q [T, H, D]; k, v [KH, S, D] with S >= T, the last T keys being the queries' own. Scores in fp32 (fp64 for fp64).
     softcap: scores become softcap * tanh(scores / softcap) (gemma 2, arXiv:2408.00118). sinks [H]: of each head one
-    more score, behind which there is no value. Returns [T, H, D].
+    more score, behind which there is no value. Returns [T, H, features of a value].
     """
     T, H, D = q.shape
     KH, S, _ = k.shape
@@ -81,7 +81,7 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible(T, S, window, q.device), float("-inf"))
     mixed = softmax(scores, sinks) @ v.to(wide).unsqueeze(1)  # [KH, G, T, D]
-    return mixed.permute(2, 0, 1, 3).reshape(T, H, D).to(q.dtype)
+    return mixed.permute(2, 0, 1, 3).reshape(T, H, -1).to(q.dtype)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention, Gated DeltaNet, short convolutions and MLP blocks on a GPU by fused kernels: what `Block` computes by
-operators, with a residual in fp32.
+"""Attention, to latents too, Gated DeltaNet, short convolutions and MLP blocks on a GPU by fused kernels: what
+`Block` computes by operators, with a residual in fp32.
 
 A packed matrix is multiplied with activations in INT8 that the norm, the gate or the attention before it wrote; one in
 another format by the library, with activations in the model's dtype.
@@ -7,7 +7,7 @@ another format by the library, with activations in the model's dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from localllm.kernels.gpu import activations, delta, mamba, product, short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
+from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
@@ -29,6 +31,8 @@ from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_low_rank import RowAdapters
 from localllm.layers.gpu_tables import GpuTables
+from localllm.layers.latent_attention import LatentAttention
+from localllm.layers.latent_attention import by_head as by_head_of_floats
 from localllm.layers.linear import Linear
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
@@ -185,7 +189,7 @@ def run_mlp(
 
 
 def run_block(
-    body: Attention | DeltaNet | Mamba2 | ShortConv | MLP | Beside,
+    body: Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv | MLP | Beside,
     norm_in: RMSNorm | None,
     norm_out: RMSNorm | None,
     x: Tensor,
@@ -217,6 +221,8 @@ def _run_mixer(body: SingleMixer, norm: RMSNorm | None, x: Tensor, forward: GpuF
         return adapted_product(body.out_proj, _read_out(body, norm, x, forward), forward, into=into)
     if isinstance(body, ShortConv):
         return adapted_product(body.out_proj, _convolved(body, norm, x, forward), forward, into=into)
+    if isinstance(body, LatentAttention):
+        return adapted_product(body.o_proj, _of_latents(body, norm, x, forward), forward, into=into)
     assert isinstance(body, Attention), "`is_ours` said so"
     qkv = adapted_product(body.qkv_proj, x, forward, norm=norm)
     return adapted_product(body.o_proj, _mixed(body, qkv, forward), forward, into=into)
@@ -290,10 +296,8 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         for norm, part in ((body.q_norm, qkv[:, : H * D]), (body.k_norm, qkv[:, H * D : (H + KH) * D])):
             activations.to_floats(part, part, part.shape[1], weight=norm.weight, eps=norm.eps).run()
     q_norm, k_norm = (body.q_norm, body.k_norm) if config.qk_norm == "head" else (None, None)
-    rotary = forward.batch.rotaries[body.rotation]
-    rope = Rope(
-        tables.frequencies(body.rotation, forward.batch),
-        rotary.scale,
+    rope = replace(
+        _rope(body, forward),
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         eps=0.0 if q_norm is None else q_norm.eps,
@@ -320,3 +324,71 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
     )
     run_all(launches)
     return mixed
+
+
+def _rope(body: Attention | LatentAttention, forward: GpuForward) -> Rope:
+    """Return how its rotation turns, with no norm."""
+    frequencies = forward.tables.frequencies(body.rotation, forward.batch)
+    return Rope(frequencies, forward.batch.rotaries[body.rotation].scale)
+
+
+def _of_latents(body: LatentAttention, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor:
+    """x fp32 [M, hidden] -> [M, value features of all heads]; latents and shared keys go to their pages."""
+    config, tables = body.config, forward.tables
+    H, M, latent = config.num_heads, len(x), config.latent_dim
+    down = adapted_product(body.in_proj, x, forward, norm=norm)
+    reduced, kept = down[:, : -latent - config.shared_dim], down[:, -latent - config.shared_dim :]
+    to_heads, own_norm = (x, norm) if body.q_norm is None else (reduced, body.q_norm)
+    query = adapted_product(body.q_proj, to_heads, forward, norm=own_norm)
+    plain, turning = query[:, : H * config.plain_dim], query[:, H * config.plain_dim :]
+    group, row = forward.places[body.layer]
+    tokens, layouts = tables.tokens[group], (tables.dense, tables.coded)
+    rope = replace(_rope(body, forward), k_norm=body.latent_norm.weight, eps=body.latent_norm.eps)
+    q = new_queries(M, H, tables.dense, x.device)
+    latent_store(_by_head(body.k_up, plain, H), turning, kept, q, tokens, rope, *layouts, row).run()
+    packed = body.v_up.packed
+    mixed: Tensor | Codes = torch.empty((M, H * latent), device=x.device)
+    if packed is not None and can_code(latent, packed.group):
+        mixed = _codes_of_heads(M, H, packed)
+    launches = attend_latents(
+        q,
+        mixed,
+        tokens,
+        tables.histories[group],
+        new_parts(tables.shape.sections, M, H, latent, x.device),
+        *layouts,
+        row,
+        scale=config.scale,
+        rows=block_rows(H, is_prefill=M > product.FEW_ROWS),
+    )
+    run_all(launches)
+    return _by_head(body.v_up, mixed, H)
+
+
+def _by_head(linear: Linear, x: Tensor | Codes, heads: int) -> Tensor:
+    """x [M, heads * K], or its codes -> fp32 [M, rows of the matrix]: each head by its own rows."""
+    packed = linear.packed
+    if packed is None:
+        assert isinstance(x, Tensor)
+        return _floats_by_head(linear, x, heads)
+    if isinstance(x, Tensor):
+        codes = _codes_of_heads(len(x), heads, packed)
+        activations.to_codes(x, codes, x.shape[1]).run()
+    else:
+        codes = x
+    y = torch.empty((len(codes.q), linear.out_features), device=codes.q.device)
+    product.by_head(codes, packed, y, heads)
+    return y
+
+
+def _codes_of_heads(rows: int, heads: int, matrix: PackedMatrix) -> Codes:
+    """Return a buffer for the columns of all heads."""
+    return Codes.empty(rows, heads * matrix.in_features, matrix.group, matrix.qweight.device, matrix.bits)
+
+
+def _floats_by_head(linear: Linear, x: Tensor, heads: int) -> Tensor:
+    """As `_multiply_floats`."""
+    rows, weight = len(x), linear.tensors["weight"]
+    floats = torch.zeros((max(rows, product.FEW_ROWS), x.shape[1]), dtype=weight.dtype, device=x.device)
+    floats[:rows] = x
+    return by_head_of_floats(linear, floats.view(len(floats), heads, -1)).flatten(1)[:rows].float()

@@ -15,6 +15,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.quant.layouts import Sizes, can_be_cut, cut_step
 
 _NORMED_BY_MEAN = (Rwkv7TimeMixConfig, Rwkv7ChannelMixConfig)  # in whose blocks native steps know such norms
+MOST_LATENT_HEADS = 128  # that share a task on a GPU
 _HALF_VECTOR = 32  # of head and rotary dimensions: pairs of bf16 fill whole registers
 
 
@@ -55,9 +56,17 @@ def _is_latent_on_cpu(attention: LatentAttentionConfig) -> bool:
     return all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
 
 
+def is_latent_for_gpu(attention: LatentAttentionConfig) -> bool:
+    """Return whether a GPU's kernels know such latent attention: tasks hold all heads of a token, groups fill each
+    part, and the parts of each head fill tiles and groups of packed matrices."""
+    parts = attention.latent_dim, attention.shared_dim
+    is_whole = all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
+    return is_whole and attention.num_heads <= MOST_LATENT_HEADS
+
+
 def has_one_head_shape(config: ModelConfig) -> bool:
     """Return whether one table of pages and tasks serves all layers, as native programs have it."""
-    return len(config.head_shapes) <= 1 and not config.latents
+    return len(config.head_shapes) <= 1
 
 
 def has_plain_steps(config: ModelConfig) -> bool:

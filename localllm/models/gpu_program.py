@@ -31,6 +31,7 @@ from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
 from localllm.layers.low_rank import Adapter, AppliedAdapter
 from localllm.layers.mamba2 import Mamba2
@@ -40,7 +41,7 @@ from localllm.layers.norm import LayerNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.segment import KVStore
 from localllm.layers.short_conv import ShortConv
-from localllm.models.capabilities import has_one_head_shape, is_plain
+from localllm.models.capabilities import has_one_head_shape, is_latent_for_gpu, is_plain
 from localllm.models.decoder import Block, Decoder
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.gpu_mixture import is_for_kernels, run_mixture, table_of
@@ -348,8 +349,8 @@ class GpuProgram:
 
     def _shape(self, batch: Batch, rows: int, pages: int) -> tuple[TableShape, int]:
         """Return the shape of a batch's tables, and the most tokens of a task."""
-        attentions = self.decoder.config.attentions
-        tokens = task_tokens(attentions[0].num_heads // attentions[0].num_kv_heads if attentions else 1, rows)
+        shared = max((each.num_heads // each.kv_shape.num_heads for each in self.decoder.config.head_shapes), default=1)
+        tokens = task_tokens(shared, rows)
         groups = 1 + max((group for group, _ in batch.segments[0].kv.places), default=0)
         return table_shape(batch, rows, pages, groups, tokens, keeps_states=self._keeps_states), tokens
 
@@ -391,7 +392,7 @@ class GpuProgram:
         elif isinstance(body, MoE):
             run_mixture(body, self._tables[block.name], *norms, x, forward)
         else:
-            assert isinstance(body, Attention | DeltaNet | Mamba2 | ShortConv | MLP | Beside)
+            assert isinstance(body, Attention | LatentAttention | DeltaNet | Mamba2 | ShortConv | MLP | Beside)
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
@@ -431,7 +432,7 @@ class GpuProgram:
     def _layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is ours."""
         ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
-        return tuple(body.layer for mixers in ours for body in mixers if isinstance(body, Attention))
+        return tuple(body.layer for mixers in ours for body in mixers if isinstance(body, Attention | LatentAttention))
 
     def _groups(self, batch: Batch) -> list[int]:
         """Return the groups of layers of which we compute some."""
@@ -485,7 +486,8 @@ class GpuProgram:
     def _is_capturable(self, run: _Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
         blocks = (stage.block if isinstance(stage, BlockPart) else stage for stage in run.stages)
-        linears = [linear for block in blocks if isinstance(block, Block) for linear in block.body.linears]
+        ours = [block for block in blocks if isinstance(block, Block)]
+        linears = [linear for block in ours for linear in (*block.body.linears, *block.head_linears)]
         linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed_parts or isinstance(linear.format, Dense) for linear in linears)
 
@@ -541,6 +543,19 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
 
 
 def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bool:
-    if isinstance(mixer, Attention):
-        return is_plain(mixer.config) and (kv is None or kv.homes[mixer.layer][0] == device)
+    if isinstance(mixer, Attention | LatentAttention):
+        return _is_known(mixer) and (kv is None or kv.homes[mixer.layer][0] == device)
     return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.fills_vectors
+
+
+def _is_known(mixer: Attention | LatentAttention) -> bool:
+    if isinstance(mixer, Attention):
+        return is_plain(mixer.config)
+    return is_latent_for_gpu(mixer.config) and all(map(_is_by_head, mixer.head_linears))
+
+
+def _is_by_head(linear: Linear) -> bool:
+    """Return whether our kernels, or the library's products, know a matrix of which each head has its own rows."""
+    if linear.packed is None:
+        return isinstance(linear.format, Dense)
+    return linear.packed.in_features == linear.in_features

@@ -15,6 +15,7 @@ from localllm.kernels.gpu import product
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.beside import SingleMixer
+from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.segment import KVStore, Segment
@@ -70,13 +71,16 @@ def _record_formats(form: RecordForm) -> tuple[WeightFormat, ...]:
 def _mixer_kind(mixer: SingleMixer) -> Hashable:
     if isinstance(mixer, Attention):
         return mixer.config, mixer.rotation, mixer.q_norm is None
+    if isinstance(mixer, LatentAttention):
+        return mixer.config, mixer.rotation
     return mixer.config
 
 
 def _kind(block: Block) -> Hashable:
     """Return what blocks have in common that are computed by the same variants of kernels."""
     body, norms = block.body, (block.norm_in is None, block.norm_out is None)
-    linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in body.linears]
+    matrices = (*body.linears, *block.head_linears)
+    linears = [(linear.in_features, linear.out_features, linear.format, linear.bias is None) for linear in matrices]
     own: object = type(body)
     if block.mixers:
         own = tuple(_mixer_kind(mixer) for mixer in block.mixers)

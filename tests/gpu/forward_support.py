@@ -26,7 +26,7 @@ NAN = float("nan")
 @dataclass
 class Forward:
     """Segments of `counts` new tokens behind `pasts`: their pages, of which nothing else is written, and the tables.
-    padding: rows behind them that are nobody's."""
+    padding: rows behind them that are nobody's. latent_dim: of pages of latents."""
 
     kv_format: KVFormat
     KH: int
@@ -36,13 +36,14 @@ class Forward:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     padding: int = 0
+    latent_dim: int = 0
 
     def __post_init__(self) -> None:
         pages = KVPages(
             self.kv_format,
             windows=[self.window] * LAYERS,
             devices=[HOST] * LAYERS,
-            shapes=[KVShape(self.KH, self.D)] * LAYERS,
+            shapes=[KVShape(self.KH, self.D, self.latent_dim)] * LAYERS,
             dtype=self.dtype,
         )
         sizes = zip(self.pasts, self.counts, strict=True)
@@ -124,9 +125,11 @@ class Forward:
         return torch.cat(keys, 1)[:, kept], torch.cat(values, 1)[:, kept]
 
     def expected(self, q: Tensor, *, scale: float, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
-        """q [M, H, D], turned as the pages are. sinks [H]. Returns fp64 [M, H * D], zeros for padding."""
+        """q [M, H, D], turned as the pages are. sinks [H]. Returns fp64 [M, H * features of a value]; zeros
+        of padding."""
         M, H, D = q.shape
-        mixed = torch.zeros(M, H, D, dtype=torch.float64)
+        features = self.layouts[0].value_dim
+        mixed = torch.zeros(M, H, features, dtype=torch.float64)
         for row, (segment, slot) in enumerate(self.rows):
             keys, values = self.seen_by(segment, slot)
             grouped = q[row].double().view(self.KH, -1, D)
@@ -134,10 +137,10 @@ class Forward:
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             shares = reference.softmax(scores.unsqueeze(2), sinks).squeeze(2)  # [KH, G, slots]
-            mixed[row] = (shares @ values).view(H, D)
+            mixed[row] = (shares @ values).view(H, features)
         if self.layouts[1] is not None:
             mixed = kv_page.rotated(mixed).double()
-        return mixed.view(M, H * D)
+        return mixed.view(M, H * features)
 
 
 def write_new(forward: Forward, k: Tensor, v: Tensor) -> None:

@@ -241,3 +241,30 @@ def test_a_card_is_tuned_by_what_was_faster(monkeypatch):
     gemv_seconds = iter((0.5, 0.9, 1.1, 2.0))
     found = tune_kernels.tuned(torch.device("cpu"))
     assert found == {"gemv_rows": 4, "programs": 1, "stages": 3, "is_measured": True}
+
+
+BY_HEAD = [
+    (2, 64, 64, 32, "int4-g32"),
+    (3, 48, 128, 7, "int8"),
+    (2, 32, 64, 3, Weights(8, 16)),
+    (5, 16, 32, 20, "int4-g32"),
+]
+
+
+@pytest.mark.parametrize(("heads", "N", "K", "rows", "weights"), every_other(BY_HEAD))
+@pytest.mark.parametrize("programs", [0, 100])
+def test_each_head_is_multiplied_with_its_own_rows_as_alone(heads, N, K, rows, weights, programs):
+    """By both kernels; `programs` has the second one's columns shared out."""
+    packed, x = matrix_of(heads * N, K, weights), torch.randn(rows, heads * K)
+    codes = Codes.empty(rows, heads * K, packed.group, x.device, packed.bits)
+    to_codes(x, codes, heads * K).run()
+    expected, tiles = torch.full((rows, heads * N), torch.nan), N // 16
+    for head in range(heads):
+        part, own = packed.part(slice(head * tiles, (head + 1) * tiles)), Codes.of(rows, packed)
+        to_codes(x[:, head * K : (head + 1) * K], own, K).run()
+        gemv(own, part, expected[:, head * N : (head + 1) * N], N).run()
+    for gemv_rows in (0, rows):
+        y = torch.full_like(expected, torch.nan)
+        dispatch = Dispatch(multiprocessors=1, gemv_rows=gemv_rows, programs=programs)
+        run_all(dispatch.product(codes, packed, y, heads * N, None, adds=False, heads=heads))
+        assert torch.equal(y, expected)

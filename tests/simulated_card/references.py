@@ -21,6 +21,8 @@ from localllm.kernels.gpu import (
     delta,
     embedding,
     experts,
+    latent_attention,
+    latent_store,
     low_rank,
     mamba,
     product,
@@ -108,6 +110,15 @@ def _multiply(
         return
     into = y[:, :out_features]
     into.copy_(product + into if adds else product)
+
+
+def _by_head(card: SimulatedCard, x: Codes, matrix: PackedMatrix, y: Tensor, heads: int) -> None:
+    tiles, groups, N = matrix.tiles // heads, matrix.groups, y.shape[1] // heads
+    for head in range(heads):
+        columns, own = slice(head * matrix.in_features, (head + 1) * matrix.in_features), slice(head * groups, None)
+        codes = Codes(x.q[:, columns].contiguous(), x.scale[own][:groups], x.bias[own][:groups], x.bits)
+        part = matrix.part(slice(head * tiles, (head + 1) * tiles))
+        _multiply(card, codes, part, y[:, head * N : (head + 1) * N], N, None, adds=False)
 
 
 def _route(
@@ -354,6 +365,18 @@ def _rope_store(
     if coded is not None:
         queries, keys, values = map(kv_page.rotated, (queries, keys, values))
     q[is_there] = queries[is_there]
+    _store_rows(card, tokens, keys, values, dense, coded, layer)
+
+
+def _store_rows(
+    card: SimulatedCard,
+    tokens: TokenTables,
+    keys: Tensor,
+    values: Tensor,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+) -> None:
     for first, last in _runs(tokens):
         slot = int(tokens.positions[first]) % PAGE_TOKENS
         own = int(tokens.own[first]) + layer * int(tokens.own_stride[first])
@@ -452,13 +475,54 @@ def _seen(
         layout = dense if coded is None or number in (0, last // PAGE_TOKENS) else coded
         if number < lowest // PAGE_TOKENS:
             nothing = torch.zeros(dense.num_kv_heads, PAGE_TOKENS, dense.head_dim)
-            parts.append((nothing, nothing))
+            parts.append((nothing, nothing[..., : dense.value_dim]))
             continue
         address = own if number == last // PAGE_TOKENS else pages[number] + layer * layout.layer_bytes
         keys, values = kv_page.load(layout, card.bytes_at(address, layout.layer_bytes).unsqueeze(0))
         parts.append((keys.float(), values.float()))
     keys, values = (torch.cat(some, 1)[:, : last + 1] for some in zip(*parts, strict=True))
     return keys, values
+
+
+def _latent_store(
+    card: SimulatedCard,
+    absorbed: Tensor,
+    turning: Tensor,
+    kept: Tensor,
+    q: Tensor,
+    tokens: TokenTables,
+    rope: Rope,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+) -> None:
+    M, H, _ = q.shape
+    is_there, latent = tokens.positions >= 0, dense.value_dim
+    turned = _rotated(turning.float().view(M, H, -1), None, tokens.positions, rope)
+    key = _rotated(kept[:, None, latent:].float(), None, tokens.positions, rope)
+    keys = torch.cat((_prepared(kept, latent, rope.k_norm, rope.eps).unsqueeze(1), key), -1)
+    queries = torch.cat((absorbed.view(M, H, latent), turned), -1)
+    if coded is not None:
+        queries, keys = kv_page.rotated(queries), kv_page.rotated(keys)
+    q[is_there] = queries[is_there].to(q.dtype)
+    _store_rows(card, tokens, keys, keys, dense, coded, layer)
+
+
+def _attend_latents(
+    card: SimulatedCard,
+    q: Tensor,
+    out: Tensor | Codes,
+    tokens: TokenTables,
+    history: AttentionHistory,
+    parts: object,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+    rows: int = 0,
+) -> None:
+    _attend(card, q, out, tokens, history, parts, dense, coded, layer, scale=scale, rows=rows)
 
 
 def _sample(
@@ -490,9 +554,12 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     low_rank.shrink: _shrink,
     low_rank.expand: _expand,
     rope.rope_store: _rope_store,
+    latent_store.latent_store: _latent_store,
+    latent_attention.attend_latents: _attend_latents,
     attention.attend: _attend,
     sample.sample: _sample,
     product.multiply: _multiply,
+    product.by_head: _by_head,
     routing.route: _route,
     routing.logits_of: _logits_of,
     delta.mix: _delta_mix,
@@ -502,4 +569,4 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     experts.gates: _gates,
     experts.mixed: _mixed,
 }
-RUN_BY_THEMSELVES = (product.multiply,)
+RUN_BY_THEMSELVES = (product.multiply, product.by_head)

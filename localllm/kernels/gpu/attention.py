@@ -194,7 +194,7 @@ def _capped(scores, factor, cap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _softened(parts, factor, HAS_SOFTCAP: tl.constexpr):
+def softened(parts, factor, HAS_SOFTCAP: tl.constexpr):
     """The weights of a page's tokens relative to the row's largest, part by part, its score to the base of two, and
     the sum of the weights."""
     peak = tl.max(parts[0], 1)
@@ -233,7 +233,7 @@ def _dense_page(
             scores = tl.dot(q[i], keys.to(OPERAND), scores, input_precision="ieee")
         scores = _capped(scores, factor, cap, HAS_SOFTCAP)
         parts = appended(parts, tl.where(seen, scores, float("-inf")))
-    weights, own_peak, own_total = _softened(parts, factor, HAS_SOFTCAP)
+    weights, own_peak, own_total = softened(parts, factor, HAS_SOFTCAP)
     sums = ()
     for i in tl.static_range(len(mixed)):
         own = tl.zeros(mixed[0].shape, tl.float32)
@@ -268,7 +268,7 @@ def _coded_page(
             seen = _seen(key + p * TOKENS, position, lowest, TOKENS, HAS_WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         parts = appended(parts, scores)
-    weights, own_peak, own_total = _softened(parts, factor, HAS_SOFTCAP)
+    weights, own_peak, own_total = softened(parts, factor, HAS_SOFTCAP)
     sums, codes = (), head + VALUE_CODES
     for g in tl.static_range(groups):
         own = tl.zeros(mixed[0].shape, tl.float32)

@@ -18,6 +18,7 @@ from localllm.kernels.gpu.rope import GROUP, PAGE, TokenTables, hadamard
 
 NOTHING = tl.constexpr(-1e30)  # a maximum over no key: finite, so that differences of it are
 LOG2_E = tl.constexpr(math.log2(math.e))
+_COLUMNS_A_WARP = 256  # that a warp has registers for, so often
 _AHEAD = 16  # pages on their way at once: 8 KB of heads of 128
 
 
@@ -178,5 +179,5 @@ def merge(
             "CODE_GROUP": 0 if codes is None else codes.group,
             "CODE_BITS": 0 if codes is None else codes.bits,
         },
-        num_warps=1,
+        num_warps=max(1, triton.next_power_of_2(D) // _COLUMNS_A_WARP),
     )

@@ -19,6 +19,7 @@ import torch
 from localllm.kernels.gpu.check_attention import Heads
 from localllm.kernels.gpu.check_case import Case
 from localllm.kernels.gpu.check_cases import GROUPS, CheckSizes, cases
+from localllm.kernels.gpu.check_latent import LatentHeads
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
@@ -26,7 +27,7 @@ from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, Mamba2Shape, Rout
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
-BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), (Glu("silu"),), (), ())
+BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), (), (Glu("silu"),), (), ())
 
 
 class Outcome(NamedTuple):
@@ -48,6 +49,7 @@ class Outcome(NamedTuple):
 def sizes_of(ways: Ways) -> CheckSizes:
     """Return what is tried for a model that is computed in these ways."""
     heads = (Heads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways["attention"])
+    latents = (LatentHeads(**{**one, "dtype": getattr(torch, one["dtype"])}) for one in ways.get("latents", ()))
     routers = tuple(RouterConfig(**router) for router in ways.get("routers", ()))
     groups = tuple(_weights(group) if isinstance(group, dict) else group for group in ways["groups"])
     deltas = tuple(DeltaShape(**shape) for shape in ways.get("deltas", ()))
@@ -55,6 +57,7 @@ def sizes_of(ways: Ways) -> CheckSizes:
     return CheckSizes(
         groups=groups,
         attention=tuple(heads),
+        latents=tuple(latents),
         glus=glus,
         routers=routers,
         deltas=deltas,
@@ -74,7 +77,9 @@ def sizes_for(sizes: CheckSizes, most_rows: int, dtype: torch.dtype | None = Non
     """Return what of these sizes a card is given that takes so many rows at most, and computes in no other dtype."""
     heads = (each if dtype is None else replace(each, dtype=dtype) for each in sizes.attention)
     rows = tuple(count for count in sizes.row_counts if count <= most_rows)
-    return replace(sizes, row_counts=rows, attention=tuple(dict.fromkeys(heads)))
+    latents = (each if dtype is None else replace(each, dtype=dtype) for each in sizes.latents)
+    attention, of_latents = tuple(dict.fromkeys(heads)), tuple(dict.fromkeys(latents))
+    return replace(sizes, row_counts=rows, attention=attention, latents=of_latents)
 
 
 def launches_of(device: torch.device, sizes: CheckSizes) -> tuple[list[KernelLaunch], int]:

@@ -22,8 +22,8 @@ from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.sizes import Weights
 
-_LAYER = 1
-_EPS = 1e-5
+LAYER = 1
+EPS = 1e-5
 FORMATS: tuple[tuple[Coding, Coding], ...] = (("dense", "dense"), ("int8", "int8"), ("int8", "int4"), ("int4", "int4"))
 
 
@@ -54,6 +54,18 @@ class Heads:
         differs = [f"{f.name} {v}" for f in fields(self)[3:] if (v := getattr(self, f.name)) != f.default]
         return ", ".join([f"{self.keys}/{self.values} pages, heads of {self.head_dim}", *differs])
 
+    @property
+    def layouts(self) -> tuple[PageLayout, PageLayout | None]:
+        """Of dense and of coded pages."""
+        of = (self.kv_heads, self.head_dim)
+        dense = PageLayout(*of, "dense", "dense", self.dtype)
+        return dense, None if self.keys == "dense" else PageLayout(*of, self.keys, self.values, self.dtype)
+
+    @property
+    def masks(self) -> dict[str, Any]:
+        """What becomes of scores."""
+        return {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
+
 
 ATTENTION = (
     *(Heads(keys, values, head_dim) for head_dim in (64, 128) for keys, values in FORMATS),
@@ -76,21 +88,21 @@ def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weigh
     a prompt must have the bits that it has in a step; codes for such matrices, those of a launch of their own."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     for count, is_prefill in ((5, False), (70, True)):
-        pages = _Pages(device, heads, past=702, count=count)
+        pages = Pages(device, heads.layouts, past=702, count=count)
         qkv = torch.randn((count, H + 2 * KH, D), device=device)
         inv_freq = torch.rand((1, int(D * heads.rotary) // 2), device=device) * 0.1
         q_norm, k_norm = torch.rand((2, D), device=device) if heads.has_norms else (None, None)
         q, k, v = torch.split(qkv, [H, KH, KH], dim=1)
-        rope = Rope(inv_freq, 1.0, q_norm, k_norm, _EPS, 0.5 if heads.has_growth else None, 100)
+        rope = Rope(inv_freq, 1.0, q_norm, k_norm, EPS, 0.5 if heads.has_growth else None, 100)
         positions = torch.arange(702, 702 + count, device=device)[:, None, None]
-        q, k = (_turned(_normed(x, norm), positions * inv_freq) for x, norm in ((q, q_norm), (k, k_norm)))
+        q, k = (turned(normed(x, norm), positions * inv_freq) for x, norm in ((q, q_norm), (k, k_norm)))
         q = q if rope.growth is None else q * (1 + rope.growth * torch.log1p((positions // 100).float()))
         gate = torch.randn((count, heads.gate_features), device=device) if heads.gate_features else None
         sinks = torch.randn(H, device=device) + 6 if heads.has_sinks else None  # as much as some hundred keys
-        right = pages.copied().attended(q, k, v, sinks)
+        right = pages.copied().attended(q, k, v, **heads.masks, sinks=sinks)
         if gate is not None:
             right = (right.view(count, H, D) * gate.sigmoid().view(count, H, -1)).flatten(1)
-        rows, options = block_rows(H // KH, is_prefill=is_prefill), {"sinks": sinks, "gate": gate}
+        rows, options = block_rows(H // KH, is_prefill=is_prefill), {"sinks": sinks, "gate": gate, **heads.masks}
         in_steps = pages.copied()
         found, stepwise = (poisoned(count, H * D, device=device) for _ in range(2))
         pages.by_kernels(qkv, rope, rows, found, options, is_prefill=is_prefill)
@@ -109,42 +121,42 @@ def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weigh
                 )
 
 
-def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
-    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPS) * weight
+def normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
+def turned(x: Tensor, angles: Tensor) -> Tensor:
     """RoPE: x [T, heads, D], angles [T, 1, half of what is turned]."""
     half, cos, sin = angles.shape[-1], angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half : 2 * half]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]), dim=-1)
 
 
-class _Pages:
+class Pages:
     """One sequence's pages of two layers, with random tokens in them and room for `count` more."""
 
-    def __init__(self, device: torch.device, heads: Heads, *, past: int, count: int) -> None:
-        self.device, self.heads, self.past, self.count = device, heads, past, count
-        is_dense, of = heads.keys == "dense", (heads.kv_heads, heads.head_dim)
-        self.dense = PageLayout(*of, "dense", "dense", heads.dtype)
-        self.coded = None if is_dense else PageLayout(*of, heads.keys, heads.values, heads.dtype)
+    def __init__(
+        self, device: torch.device, layouts: tuple[PageLayout, PageLayout | None], *, past: int, count: int
+    ) -> None:
+        self.device, self.past, self.count = device, past, count
+        self.dense, self.coded = layouts
         total = -(-(past + count) // PAGE_TOKENS)
-        layouts = [self.dense] + [self.coded or self.dense] * (total - 1)
-        self.pages = [self._page(layout) for layout in layouts]
+        self.pages = [self._page(layout) for layout in [self.dense] + [self.coded or self.dense] * (total - 1)]
         first = past // PAGE_TOKENS
+        is_dense = self.coded is None
         self.own = self.pages[first:] if is_dense else [self._page(self.dense) for _ in range(total - first)]
-        written = torch.randn((2, past, *of), device=device)
+        written = torch.randn((2, past, self.dense.num_kv_heads, self.dense.head_dim), device=device)
         for begin in range(0, past, PAGE_TOKENS):
             number, part = begin // PAGE_TOKENS, written[:, begin : begin + PAGE_TOKENS]
             own = self.own[0] if number == first else self._page(self.dense) if number else self.pages[0]
             own = self.pages[number] if is_dense else own
-            layer = LayerPages(self.dense, self.coded, number, [self.pages[number][_LAYER]], [own[_LAYER]])
+            layer = LayerPages(self.dense, self.coded, number, [self.pages[number][LAYER]], [own[LAYER]])
             paged_attention.write(layer, begin, part[0], part[1])
 
     def _page(self, layout: PageLayout) -> Tensor:
         return torch.zeros((2, layout.layer_bytes), dtype=torch.uint8, device=self.device)
 
-    def copied(self) -> _Pages:
+    def copied(self) -> Pages:
         """Return pages of the same content, as tokens were written."""
         other = copy.copy(self)
         other.pages = [page.clone() for page in self.pages]
@@ -152,21 +164,26 @@ class _Pages:
         other.own = other.pages[first:] if self.coded is None else [page.clone() for page in self.own]
         return other
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attend by torch's operators, in fp32: [T, H * D]."""
-        pages, own = ([page[_LAYER] for page in some] for some in (self.pages, self.own))
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend by torch's operators, in fp32: [T, heads of queries * features of a value]. options: of
+        `paged_attention`."""
+        pages, own = ([page[LAYER] for page in some] for some in (self.pages, self.own))
         layer = LayerPages(self.dense, self.coded, 0, pages, own)
         paged_attention.write(layer, self.past, k, v)
-        mixed = paged_attention.paged_attention(
-            q,
-            layer,
-            self.past,
-            scale=q.shape[-1] ** -0.5,
-            window=self.heads.window,
-            softcap=self.heads.softcap,
-            sinks=sinks,
-        )
-        return mixed.flatten(1)
+        return paged_attention.paged_attention(q, layer, self.past, **options).flatten(1)
+
+    def tables(self, task_tokens: int) -> tuple[TokenTables, AttentionHistory]:
+        """Return what kernels are told of the new tokens. task_tokens: of a task at most."""
+        positions = torch.arange(self.past, self.past + self.count)
+        numbers = positions // PAGE_TOKENS
+        first = self.past // PAGE_TOKENS
+        own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
+        addresses = torch.tensor([page.data_ptr() for page in self.pages])
+        coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
+        strides = torch.full((self.count,), self.dense.layer_bytes)
+        tokens = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
+        tasks = torch.tensor(list(tasks_of(0, 0, self.past, self.count, task_tokens)), dtype=torch.int32)
+        return tokens, AttentionHistory(tasks.to(self.device), addresses.unsqueeze(0).to(self.device))
 
     def by_kernels(
         self,
@@ -178,24 +195,11 @@ class _Pages:
         *,
         is_prefill: bool,
     ) -> None:
-        """options: of `attend`, as they are not in `heads`."""
-        T, H, D = self.count, self.heads.heads, qkv.shape[-1]
-        positions = torch.arange(self.past, self.past + T)
-        numbers = positions // PAGE_TOKENS
-        first = self.past // PAGE_TOKENS
-        own = torch.tensor([self.own[number - first].data_ptr() for number in numbers.tolist()])
-        addresses = torch.tensor([page.data_ptr() for page in self.pages])
-        coded = torch.where(numbers > 0, addresses[numbers], 0) if self.coded is not None else torch.zeros_like(own)
-        strides = torch.full((T,), self.dense.layer_bytes)
-        tables = TokenTables(*(x.to(self.device) for x in (positions.int(), own, strides, coded)))
-        tasks = list(tasks_of(0, 0, self.past, T, rows // (H // self.heads.kv_heads)))
-        history = AttentionHistory(
-            torch.tensor(tasks, dtype=torch.int32, device=self.device),
-            addresses.unsqueeze(0).to(self.device),
-        )
+        """options: of `attend`."""
+        T, D, KH = self.count, qkv.shape[-1], self.dense.num_kv_heads
+        H = qkv.shape[1] - 2 * KH
+        tokens, history = self.tables(rows // (H // KH))
         q = poisoned(T, H, D, device=self.device)
-        rope_store(qkv, q, tables, rope, self.dense, self.coded, _LAYER).run()
-        sections = 1 if is_prefill else len(self.pages)
-        parts = new_parts(sections, T, H, D, self.device)
-        options = {**options, "window": self.heads.window, "softcap": self.heads.softcap, "scale": D**-0.5}
-        run_all(attend(q, out, tables, history, parts, self.dense, self.coded, _LAYER, rows=rows, **options))
+        rope_store(qkv, q, tokens, rope, self.dense, self.coded, LAYER).run()
+        parts = new_parts(1 if is_prefill else len(self.pages), T, H, D, self.device)
+        run_all(attend(q, out, tokens, history, parts, self.dense, self.coded, LAYER, rows=rows, **options))

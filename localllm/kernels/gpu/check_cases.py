@@ -18,6 +18,7 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cases
 from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.check_delta import delta_cases
+from localllm.kernels.gpu.check_latent import LATENTS, LatentHeads, latent_cases
 from localllm.kernels.gpu.check_mamba import mamba_cases
 from localllm.kernels.gpu.check_short_conv import short_conv_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
@@ -75,6 +76,7 @@ class CheckSizes:
     row_counts: tuple[int, ...] = (1, 2, 4, 7, 16, 20, 33, 100)
     groups: tuple[int | Weights | None, ...] = (*GROUPS, None, *CODED)
     attention: tuple[Heads, ...] = ATTENTION
+    latents: tuple[LatentHeads, ...] = LATENTS
     glus: tuple[Glu, ...] = GLUS
     routers: tuple[RouterConfig, ...] = ROUTERS
     deltas: tuple[DeltaShape, ...] = DELTAS
@@ -90,7 +92,16 @@ class CheckSizes:
 
 # For the interpreter, where all of it takes minutes.
 SMALL = CheckSizes(
-    20, 600, (1, 7), (64, None), (Heads("int8", "int4", 64, 4, 2),), routers=(), deltas=(), convs=(), mambas=()
+    20,
+    600,
+    (1, 7),
+    (64, None),
+    (Heads("int8", "int4", 64, 4, 2),),
+    latents=(),
+    routers=(),
+    deltas=(),
+    convs=(),
+    mambas=(),
 )
 
 _ROUTE_PARTS = ("logits", "experts", "weights")
@@ -120,6 +131,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
         yield from _taken(f"a convolution of {conv}", short_conv_cases(device, conv, weights))
     for heads in sizes.attention:
         yield from _taken(f"attention of {heads}", attention_cases(device, heads, weights))
+    for latents in sizes.latents:
+        yield from _taken(str(latents), latent_cases(device, latents, weights))
 
 
 def weights_of(group: int | Weights | None) -> Weights:

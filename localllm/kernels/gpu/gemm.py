@@ -65,7 +65,7 @@ def _beside(left, right, COLUMNS: tl.constexpr):
 @triton.jit
 def _group_dot(
     qweight, q, tile, m, is_tile, is_m, group, groups,
-    TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, OPERAND: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, OPERAND: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """[TILES * 16, ROWS]: the sums of a group's products, whole numbers; where groups have scales, as the bits of
     1.5 * 2^23 and them: of 128 products of bytes they are below 2^21."""
@@ -77,7 +77,7 @@ def _group_dot(
     byte = tl.arange(0, WORDS * 64)
     at = (tile.to(tl.int64) * groups + group)[:, None] * (WORDS * 64) + byte[None, :]
     packed = tl.load(qweight + at, mask=is_tile[:, None], other=0)
-    first, row_codes = group * columns, groups * columns
+    first, row_codes = group * columns, HEADS * groups * columns
     dot = tl.full((TILES * 16, ROWS), start, sums_type)
     if FORM.bits == 8:
         whole = _matrix_rows(packed, TILES, WORDS, OPERAND)
@@ -122,10 +122,11 @@ def _scaled(dot, own, OPERAND: tl.constexpr):
 def slice_sums(
     qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
     part, TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, OWN: tl.constexpr,
-    OPERAND: tl.constexpr,
+    OPERAND: tl.constexpr, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
     """fp32 [TILES * 16, ROWS], of the rows n of W and m of x: the sums of all slices; or, where OWN are fewer, each of
-    those of a part goes to `into`. Beyond is_m there may be any rows. FORM: the `Weights`."""
+    those of a part goes to `into`. Beyond is_m there may be any rows. FORM: the `Weights`.
+    HEADS: that share a row of x, which q and the scales' pointers begin in."""
     in_tile = (n // 16).to(tl.int64) * groups * 16 + n % 16
     is_tile, is_n = tile < tiles, n < tiles * 16
     steps = (groups + SLICES - 1) // SLICES  # groups of a slice
@@ -144,7 +145,9 @@ def slice_sums(
         if FORM.has_bias:
             offset = tl.broadcast_to(tl.load(x_bias + x_at, mask=has_scale, other=0), total.shape)
             own_bias = tl.load(bias + in_group, mask=own_n, other=0).to(tl.float32)[:, None]
-        dot = _group_dot(qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, FORM, OPERAND)
+        dot = _group_dot(
+            qweight, q, tile, m, is_tile & is_there, own_m, group, groups, TILES, ROWS, FORM, OPERAND, HEADS
+        )
         if FORM.group is not None:
             dot = _scaled(dot, own, OPERAND)
         total = tl.fma(by, dot, total)
@@ -184,19 +187,23 @@ def _gemm(
     rows, groups, tiles, out_features, features, x_stride, y_stride, part_stride, code_stride,
     TILES: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, OWN: tl.constexpr,
     ADDS: tl.constexpr, GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr, OPERAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """OWN: slices of a program; where those are not all, y is fp32 [SLICES, rows, ...], of sums that are not yet
-    finished. GLU: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    finished. GLU: of a gate of so many features, whose codes go to y; half of the tiles are the gate's then.
+    HEADS: see `product.by_head`."""
     after_previous(OVERLAPS)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     n, is_m = rows_of(tile, TILES), m < rows
     into = y + m[None, :].to(tl.int64) * y_stride + n[:, None]
     is_out = (n < out_features)[:, None] & is_m[None, :]
+    if HEADS > 1:
+        before = tl.program_id(1) * TILES // (tiles // HEADS) * groups
+        q, x_scale, x_bias = q + before * FORM.columns, x_scale + before * x_stride, x_bias + before * x_stride
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, into, tile, n, m, is_m, is_out, tiles, groups, x_stride, part_stride,
-        tl.program_id(2), TILES, ROWS, FORM, SLICES, OWN, OPERAND,
+        tl.program_id(2), TILES, ROWS, FORM, SLICES, OWN, OPERAND, HEADS,
     )  # fmt: skip
     if OWN == SLICES:
         at = n[:, None]
@@ -254,19 +261,20 @@ def gemm(
     adds: bool = False,
     shape: ProgramShape = ProgramShape(),
     partial: Tensor | None = None,
+    heads: int = 1,
 ) -> list[KernelLaunch]:
     """Do as `gemv`, for any number of rows. partial: fp32 [slices, >= M, >= out_features], where there are parts."""
     if shape.parts == 1:
-        return [_product(x, matrix, y, out_features, bias, shape, adds=adds)]
+        return [_product(x, matrix, y, out_features, bias, shape, adds=adds, heads=heads)]
     assert partial is not None, "parts need room for their sums"
     assert shape.parts <= matrix.slices, "a part has a slice at least"
-    sums = _product(x, matrix, partial[0], out_features, None, shape, part_stride=partial.stride(0))
+    sums = _product(x, matrix, partial[0], out_features, None, shape, part_stride=partial.stride(0), heads=heads)
     return [sums, _added(partial, len(x.q), matrix, y, out_features, bias, adds=adds)]
 
 
 def _product(
     x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, shape: ProgramShape, *,
-    adds: bool = False, part_stride: int = 0,
+    adds: bool = False, part_stride: int = 0, heads: int = 1,
 ) -> KernelLaunch:  # fmt: skip
     end, rows, programs = End.of(y), len(x.q), triton.cdiv(matrix.tiles * TILE, shape.weight_rows)
     if isinstance(y, Gate):
@@ -283,7 +291,7 @@ def _product(
         {
             "TILES": shape.weight_rows // TILE, "ROWS": shape.rows, "FORM": matrix.weights, "SLICES": matrix.slices,
             "OWN": matrix.slices // shape.parts, "ADDS": adds, **end.constants,
-            "OPERAND": tl.float32 if is_interpreted() else tl.int8,
+            "OPERAND": tl.float32 if is_interpreted() else tl.int8, "HEADS": heads,
         },
         shape.num_warps,
         shape.num_stages,

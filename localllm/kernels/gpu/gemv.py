@@ -91,11 +91,11 @@ def _beside_rows(values, EACH: tl.constexpr):
 def slice_sums(
     qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, UNROLL: tl.constexpr,
-    ASM: tl.constexpr, EACH: tl.constexpr = False,
+    ASM: tl.constexpr, EACH: tl.constexpr = False, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
     """fp32 [TILES, SLICES, 16] for each of the ROWS from `first` on: the sums of their slices. tile [TILES]. FORM: the
     `Weights`. EACH: the tiles are of matrices of their own, with rows of their own; pointers to them and `first` are
-    [TILES, 1, 1]."""
+    [TILES, 1, 1]. HEADS: that share a row of x, which q and the scales' pointers begin in."""
     lanes, slices = tl.arange(0, 16), tl.arange(0, SLICES)
     WORDS: tl.constexpr = words_of(FORM)
     x_words: tl.constexpr = FORM.columns // 4  # words of a group's codes
@@ -115,7 +115,7 @@ def slice_sums(
         for j in tl.static_range(WORDS):
             w = tl.load(weights + j * 16, mask=is_there, other=0)
             for r in tl.static_range(ROWS):
-                x = q + (first + r).to(tl.int64) * groups * x_words + group * x_words + j
+                x = q + (first + r).to(tl.int64) * HEADS * groups * x_words + group * x_words + j
                 is_row = is_group & (first + r < rows)
                 low = tl.broadcast_to(_beside_rows(tl.load(x, mask=is_row, other=0), EACH), w.shape)
                 if FORM.bits == 4:
@@ -163,18 +163,21 @@ def _gemv(
     rows, tiles, groups, out_features, features, x_stride, y_stride, code_stride,
     ROWS: tl.constexpr, TILES: tl.constexpr, FORM: tl.constexpr, SLICES: tl.constexpr, ADDS: tl.constexpr,
     GROUP: tl.constexpr, CODE_BITS: tl.constexpr, GLU: tl.constexpr, UNROLL: tl.constexpr, ASM: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """q: the codes as words of four, [rows, columns / 4]. ROWS: from program_id(0) * ROWS on. GLU: of a gate
-    of so many features, whose codes go to y; half of the tiles are the gate's then."""
+    of so many features, whose codes go to y; half of the tiles are the gate's then. HEADS: see `product.by_head`."""
     first = tl.program_id(0) * ROWS
     column, tile = tiles_of(tl.program_id(1), features, tiles, TILES, GLU)
     if OVERLAPS:
         _fetch(qweight, tile, tiles, groups, words_of(FORM), SLICES)
     after_previous(OVERLAPS)
+    if HEADS > 1:
+        before = tl.program_id(1) * TILES // (tiles // HEADS) * groups
+        q, x_scale, x_bias = q + before * (FORM.columns // 4), x_scale + before * x_stride, x_bias + before * x_stride
     sums = slice_sums(
         qweight, scale, bias, q, x_scale, x_bias, first, tile, rows, tiles, groups, x_stride,
-        ROWS, TILES, FORM, SLICES, UNROLL, ASM,
+        ROWS, TILES, FORM, SLICES, UNROLL, ASM, False, HEADS,
     )  # fmt: skip
     n = rows_of(tile, TILES, SLICES)
     is_n = n < out_features
@@ -194,10 +197,11 @@ def _gemv(
 
 def gemv(
     x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None = None, *,
-    adds: bool = False,
+    adds: bool = False, heads: int = 1,
 ) -> KernelLaunch:  # fmt: skip
     """x: of M rows, in INT8 codes in the matrix's groups. y [M, >= out_features] of any float type, in rows of any
-    stride; adds: to what is in y. Or a gate, for which codes are written. bias fp32 [out_features]."""
+    stride; adds: to what is in y. Or a gate, for which codes are written. bias fp32 [out_features]. heads: see
+    `product.by_head`."""
     rows, end = len(x.q), End.of(y)
     each, tiles, covered = min(MOST_ROWS, triton.next_power_of_2(rows)), _TILES, matrix.tiles
     if isinstance(y, Gate):
@@ -213,7 +217,7 @@ def gemv(
         },
         {
             "ROWS": each, "TILES": tiles, "FORM": matrix.weights, "SLICES": matrix.slices, "ADDS": adds,
-            "UNROLL": 2 if rows == 1 else 1, "ASM": not is_interpreted(), **end.constants,
+            "UNROLL": 2 if rows == 1 else 1, "ASM": not is_interpreted(), "HEADS": heads, **end.constants,
         },
         num_warps=tiles,
     )  # fmt: skip

@@ -44,17 +44,20 @@ class Dispatch:
     programs: int = 2
     stages: int = 4
 
-    def shape(self, matrix: PackedMatrix, rows: int, gate: Gate | None = None) -> ProgramShape:
+    def shape(self, matrix: PackedMatrix, rows: int, gate: Gate | None = None, heads: int = 1) -> ProgramShape:
         """A program's loads are 16 bytes a thread where rows are few; where they are many, its sums fit into
-        registers. With a gate, it has the rows of W for whole groups of codes."""
+        registers. With a gate, it has the rows of W for whole groups of codes; with heads, rows of one of them."""
         each = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
         weight_rows = 64 if each < _MOST_ROWS or matrix.group >= _LARGE_GROUP else 128
         if gate is not None:
             weight_rows = max(weight_rows, 2 * gate.codes.group)
             each = min(each, _MOST_SUMS // weight_rows)
-        threads = min(256, weight_rows * max(each, 32) // 32)
+        if heads > 1:
+            own = matrix.tiles // heads * TILE
+            weight_rows = min(weight_rows, own & -own)
+        threads = max(_WARP, min(256, weight_rows * max(each, 32) // 32))
         if each == 16:  # groups of 16 columns have fewer bytes
-            threads = min(threads, weight_rows * matrix.words // 4)
+            threads = max(_WARP, min(threads, weight_rows * matrix.words // 4))
         if each == 32 and weight_rows == 128:
             threads = 256  # half of them need 255 registers, and on sm_90 by Triton 3.6 more
         programs, parts = triton.cdiv(matrix.tiles * TILE, weight_rows) * triton.cdiv(rows, each), 1
@@ -68,15 +71,23 @@ class Dispatch:
         return ProgramShape(weight_rows, each, parts, threads // _WARP, stages)
 
     def product(
-        self, x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, *, adds: bool
+        self,
+        x: Codes,
+        matrix: PackedMatrix,
+        y: Tensor | Gate,
+        out_features: int,
+        bias: Tensor | None,
+        *,
+        adds: bool,
+        heads: int = 1,
     ) -> list[KernelLaunch]:
         """See `gemv`."""
         if len(x.q) <= self.gemv_rows:
-            return [gemv.gemv(x, matrix, y, out_features, bias, adds=adds)]
-        shape, partial = self.shape(matrix, len(x.q), y if isinstance(y, Gate) else None), None
+            return [gemv.gemv(x, matrix, y, out_features, bias, adds=adds, heads=heads)]
+        shape, partial = self.shape(matrix, len(x.q), y if isinstance(y, Gate) else None, heads), None
         if shape.parts > 1:
             partial = torch.empty((matrix.slices, len(x.q), out_features), device=x.q.device)
-        return gemm.gemm(x, matrix, y, out_features, bias, adds=adds, shape=shape, partial=partial)
+        return gemm.gemm(x, matrix, y, out_features, bias, adds=adds, shape=shape, partial=partial, heads=heads)
 
 
 @cache
@@ -100,6 +111,15 @@ def multiply(
     x: Codes, matrix: PackedMatrix, y: Tensor | Gate, out_features: int, bias: Tensor | None, *, adds: bool
 ) -> None:
     run_all(dispatch_for(x.q.device).product(x, matrix, y, out_features, bias, adds=adds))
+
+
+def by_head(x: Codes, matrix: PackedMatrix, y: Tensor, heads: int) -> None:
+    """Multiply the columns of each head with its own rows of the matrix.
+
+    x: of the columns of all heads, one head's behind the other's, each whole groups. matrix: as many rows of whole
+    tiles for each head. y: fp32 [M, rows of the matrix].
+    """
+    run_all(dispatch_for(x.q.device).product(x, matrix, y, y.shape[1], None, adds=False, heads=heads))
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, out_features: int) -> Tensor:

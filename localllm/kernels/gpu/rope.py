@@ -29,7 +29,7 @@ SCALE_LOW = tl.constexpr(kv_page.SCALE_LOW)
 SCALE_HIGH = tl.constexpr(kv_page.SCALE_HIGH)
 NOT_FINITE = tl.constexpr(kv_page.NOT_FINITE)
 ORTHONORMAL = tl.constexpr(kv_page.GROUP**-0.5)
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
@@ -108,32 +108,40 @@ def _normalised_and_rotated(
 
 
 @triton.jit
+def scale_code(peak, CODING: tl.constexpr):
+    """The byte of the scale of groups whose largest magnitudes are these."""
+    levels: tl.constexpr = 127.0 if CODING == "int8" else 8.0
+    scale = tl.minimum(tl.maximum(tl.div_rn(peak, tl.full(peak.shape, levels, tl.float32)), SCALE_LOW), SCALE_HIGH)
+    return (scale.to(tl.int32, bitcast=True) - SCALE_BIAS + SCALE_ROUND) >> SCALE_SHIFT
+
+
+@triton.jit
+def codes_of(x, code, CODING: tl.constexpr):
+    """The bytes of x fp32 [groups, 32] by the scales of such bytes, [groups, 1]: of INT4, in the first 16 lanes."""
+    steps = tl.div_rn(x, scales_of(code) + tl.zeros(x.shape, tl.float32))
+    if CODING == "int8":
+        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23, whose last bit is worth one: half to even
+        return rounded.to(tl.int8).to(tl.uint8, bitcast=True)
+    nibble = tl.minimum(tl.maximum(tl.floor(steps) + 8.0, 0.0), 15.0).to(tl.int32)
+    lane = tl.arange(0, GROUP)[None, :] + tl.zeros(x.shape, tl.int32)
+    return (nibble | (tl.gather(nibble, lane ^ HALF_GROUP, 1) << 4)).to(tl.uint8)
+
+
+@triton.jit
 def _store_coded(x, codes, scales, slot, mask, CODING: tl.constexpr, FEATURE: tl.constexpr, TOKEN: tl.constexpr):
     """`kv_page.quantize`. x fp32 [groups, 32]; FEATURE, TOKEN: the bytes between codes of one and of the other."""
     group = tl.arange(0, x.shape[0])[:, None]
     lane = tl.arange(0, GROUP)[None, :] + tl.zeros(x.shape, tl.int32)
     is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1, keep_dims=True) != 0
     x = tl.where(is_finite, x, 0.0)
-    peak = tl.max(tl.abs(x), 1, keep_dims=True)
-    levels: tl.constexpr = 127.0 if CODING == "int8" else 8.0
-    scale = tl.minimum(tl.maximum(tl.div_rn(peak, tl.full(peak.shape, levels, tl.float32)), SCALE_LOW), SCALE_HIGH)
-    code = (scale.to(tl.int32, bitcast=True) - SCALE_BIAS + SCALE_ROUND) >> SCALE_SHIFT
-    steps = tl.div_rn(x, scales_of(code) + tl.zeros(x.shape, tl.float32))
+    code = scale_code(tl.max(tl.abs(x), 1, keep_dims=True), CODING)
+    content = codes_of(x, code, CODING)
     code = tl.where(is_finite, code, NOT_FINITE)
     tl.store(scales + group * PAGE + slot, code.to(tl.uint8), mask=tl.max(mask.to(tl.int32), 1, keep_dims=True) != 0)
-    if CODING == "int8":
-        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
-        rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23, whose last bit is worth one: half to even
-        tl.store(
-            codes + (group * GROUP + lane) * FEATURE + slot * TOKEN,
-            rounded.to(tl.int8).to(tl.uint8, bitcast=True),
-            mask=mask,
-        )
-    else:
-        nibble = tl.minimum(tl.maximum(tl.floor(steps) + 8.0, 0.0), 15.0).to(tl.int32)
-        packed = nibble | (tl.gather(nibble, lane ^ HALF_GROUP, 1) << 4)
-        at = codes + (group * HALF_GROUP + lane) * FEATURE + slot * TOKEN
-        tl.store(at, packed.to(tl.uint8), mask=mask & (lane < HALF_GROUP))
+    BYTES: tl.constexpr = GROUP if CODING == "int8" else HALF_GROUP
+    at = codes + (group * BYTES + lane) * FEATURE + slot * TOKEN
+    tl.store(at, content, mask=mask & (lane < BYTES))
 
 
 @triton.jit(do_not_specialize=["growth_length", "layer", "qkv_stride", "inv_freq_stride"])
@@ -195,7 +203,7 @@ def page_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any
         "D": dense.head_dim,
         "KEYS": "dense" if coded is None else coded.keys,
         "VALUES": "dense" if coded is None else coded.values,
-        "DENSE": _TYPES[dense.dtype],
+        "DENSE": TYPES[dense.dtype],
         "KEY_SCALES": sizes[0],
         "VALUE_CODES": sum(sizes[:2]),
         "VALUE_SCALES": sum(sizes[:3]),
