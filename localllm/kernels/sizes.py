@@ -208,6 +208,11 @@ class StateShape:
         raise NotImplementedError
 
     @property
+    def is_for_gpu(self) -> bool:
+        """Return whether a GPU's kernels compute such a layer, if they know its kind."""
+        return self.fills_vectors
+
+    @property
     def prepared_floats(self) -> int:
         """Floats of what a CPU's kernels make of a token before its states take it in."""
         return 0
@@ -285,6 +290,10 @@ class DeltaShape(ConvolvedShape):
     def fills_vectors(self) -> bool:
         is_paired = self.decays == "head" or self.key_heads == self.value_heads
         return self.key_dim % TILE == 0 == self.value_dim % TILE and is_paired
+
+    @property
+    def is_for_gpu(self) -> bool:
+        return self.fills_vectors and self.decays == "head"
 
     @property
     def prepared_floats(self) -> int:
