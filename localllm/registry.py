@@ -58,6 +58,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe",
         "qwen3_5_moe_text": "qwen3_5_moe",
         "olmo_hybrid": "olmo_hybrid",
+        "kimi_linear": "kimi_linear",
         "lfm2": "lfm2",
         "lfm2_moe": "lfm2_moe",
         "lfm3": "lfm3",

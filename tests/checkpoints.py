@@ -44,6 +44,12 @@ LONGROPE = {
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+KIMI = {
+    "linear_head_dim": 32, "linear_num_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40, "n_shared_experts": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 4, "topk_group": 1,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention"] * 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 # The vision model of each.
@@ -230,6 +236,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | ROUTED),
     "minicpm3": ("minicpm3", LATENT | {"dim_model_base": 32, "v_head_dim": None}),
     "minicpm3-plain": ("minicpm3", LATENT | {"scale_depth": None, "dim_model_base": None, "q_lora_rank": None}),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "kimi_linear-odd": (
+        "kimi_linear",
+        KIMI
+        | {"linear_head_dim": 10, "linear_num_heads": 3, "linear_conv_kernel_dim": 3, "q_lora_rank": 20}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "n_group": 2, "norm_topk_prob": False}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    ),
     "lfm2": ("lfm2", LFM2 | {"block_multiple_of": 32}),
     "lfm2-odd": (
         "lfm2",

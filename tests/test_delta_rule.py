@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from localllm.kernels import cpu_delta, cpu_isa, cpu_jit
-from localllm.kernels.cpu_delta import DeltaRoom
+from localllm.kernels.cpu_delta import DeltaRoom, Strided
 from localllm.kernels.cpu_ir import F32V, Kernel
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_states import PlacedStates, StateTables
@@ -29,6 +30,8 @@ SHAPES = [
     DeltaShape(1, 3, 16, 32, is_tiled=True),
     DeltaShape(3, 3, 8, 24, conv_width=3),
     DeltaShape(2, 2, 24, 10, conv_width=2),
+    DeltaShape(2, 4, 24, 10, decays="key"),
+    DeltaShape(3, 3, 16, 32, conv_width=3, decays="key"),
 ]
 
 
@@ -38,8 +41,9 @@ def random_weights(shape: DeltaShape, seed: int = 0) -> DeltaWeights:
     return DeltaWeights(
         conv=draw(shape.conv_width, shape.channels) * 0.5,
         a_log=torch.rand(shape.value_heads, generator=generator).mul(16).log(),
-        dt_bias=draw(shape.value_heads),
+        dt_bias=draw(shape.decay_features),
         norm=draw(shape.value_dim),
+        gate="silu" if shape.decays == "head" else "sigmoid",
     )
 
 
@@ -64,13 +68,18 @@ def theirs(shape: DeltaShape, weights: DeltaWeights, raw: Tensor) -> Tensor:
     q, k, v = convolved.split((keys, keys, shape.value_features), dim=-1)
     q, k = (x.view(1, -1, shape.key_heads, shape.key_dim) for x in (q, k))
     own = [h % shape.key_heads if shape.is_tiled else h * shape.key_heads // heads for h in range(heads)]
-    g = -weights.a_log.exp() * functional.softplus(raw[:, channels + heads :] + weights.dt_bias)
-    out, _ = torch_recurrent_gated_delta_rule(
+    steps = functional.softplus(raw[:, channels + heads :] + weights.dt_bias).view(len(raw), heads, -1)
+    g = -weights.a_log.exp()[:, None] * steps
+    by_key = shape.decays == "key"
+    rule = recurrent_kimi_delta_attention if by_key else torch_recurrent_gated_delta_rule
+    out, _ = rule(
         q[:, :, own],
         k[:, :, own],
         v.reshape(1, -1, heads, shape.value_dim),
-        g=g[None],
+        g=(g if by_key else g[..., 0])[None],
         beta=raw[None, :, channels : channels + heads].sigmoid(),
+        initial_state=None,
+        output_final_state=False,
         use_qk_l2norm_in_kernel=True,
     )
     return out[0]
@@ -108,6 +117,8 @@ NATIVE_SHAPES = [
     DeltaShape(2, 4, 128, 128),
     DeltaShape(2, 2, 16, 48, conv_width=3),
     DeltaShape(3, 6, 48, 64, conv_width=2, is_tiled=True),
+    DeltaShape(3, 3, 32, 16, decays="key"),
+    DeltaShape(2, 2, 48, 64, conv_width=2, decays="key"),
 ]
 HOST_ISAS = cpu_isa.host_isas()
 native = pytest.mark.skipif(not HOST_ISAS, reason="no CPU kernel runs on this machine")
@@ -134,12 +145,13 @@ class NativeLayer:
 
     def __init__(self, shape: DeltaShape, weights: DeltaWeights, isa: Isa, rows: int = 300, segments: int = 6) -> None:
         self.shape, stride = shape, shape.channels + shape.value_features + PADDING
-        self.wide, self.gates = torch.zeros(rows, stride), torch.zeros(rows, 2 * shape.value_heads)
+        self.wide, self.gates = torch.zeros(rows, stride), torch.zeros(rows, shape.row_floats - shape.channels)
         self.mixed = torch.zeros(rows, shape.value_features)
         self.tables = StateTables(rows, segments)
-        room = DeltaRoom(shape, self.tables)
-        places = {"wide": self.wide, "stride": stride, "gates": self.gates, "mixed": self.mixed}
-        self.tape = Tape(room.steps(isa, weights, place_of(shape), **places))
+        room, wide, gates = DeltaRoom(shape, self.tables), Strided(self.wide.view(-1), stride), self.gates
+        rows = Strided(gates.view(-1), gates.shape[1])
+        places = {"gates": rows, "decays": rows.behind(shape.value_heads), "z": wide.behind(shape.channels)}
+        self.tape = Tape(room.steps(isa, weights, place_of(shape), wide, mixed=self.mixed, **places))
 
     def run(self, batch: list[Rows]) -> list[Tensor]:
         """[T, value_features] of each segment."""
@@ -393,7 +405,7 @@ def test_a_room_says_what_it_has_no_room_for() -> None:
     assert not room.holds([one, replace(one, begin=4, end=9)])
     assert not room.holds([one, one, one])
     assert not room.holds([replace(one, snapshots=((1, 0), (2, 0)))])
-    assert [shape.fills_vectors for shape in SHAPES] == [True, True, False, False]
+    assert [shape.fills_vectors for shape in SHAPES] == [True, True, False, False, False, True]
 
 
 CPUS = {"avx2": "haswell", "avx-vnni": "alderlake", "avx512-vnni": "cascadelake", "neon-dot": "neoverse-n1"}

@@ -34,6 +34,7 @@ FAMILIES = {
     "rwkv7": "int4",
     "lfm2": "int4",
     "lfm2_moe": "int8",
+    "kimi_linear": "int4-g32",
 }
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.kernels.sizes import Glu, RouterConfig, Rwkv7Shape
+from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig, Rwkv7Shape
 from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S
@@ -531,6 +531,40 @@ def test_a_hybrid_is_read_layer_by_layer() -> None:
     assert [listed.kept_number(n, layer.mixer) for n, layer in enumerate(listed.layers)] == [0, 0, 1, 2, 1, 3]
     every_second = parse_config(HYBRID | {"full_attention_interval": 2}, "a test's config")
     assert len(every_second.attentions) == len(every_second.recurrents) == 3
+
+
+KIMI: dict[str, Any] = {"model_type": "kimi_linear", **SMALL}
+
+
+def test_layers_of_kimi_linear_are_those_that_its_file_counts_from_one() -> None:
+    """Its own keys count where DeepSeek's stand beside them."""
+    own = {"head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 3, "full_attn_layers": [2, 6]}
+    names = {"num_experts": 8, "num_experts_per_token": 2, "num_shared_experts": 1, "model_max_length": 99}
+    config = parse_config(KIMI | {"linear_attn_config": own, **names}, "a test's config")
+    assert [layer.mixer in config.recurrents for layer in config.layers] == [True, False, True, True, True, False]
+    assert config.state_shapes[0] == DeltaShape(3, 3, 16, 16, 3, decays="key") and config.max_position_embeddings == 99
+    assert config.latents[0].rotary_dim == 0 and config.mixtures[0].router.num_experts == 8
+    usual = parse_config(KIMI, "a test's config")
+    assert [layer.mixer in usual.recurrents for layer in usual.layers] == [True] * 4 + [False, True]
+    assert [layer.feed_forward in usual.mixtures for layer in usual.layers] == [False] + [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"linear_attn_config": {"full_attn_layers": [0]}}, "linear_attn_config.full_attn_layers"),
+        ({"linear_attn_config": {"full_attn_layers": [7]}}, "from 1 to num_hidden_layers = 6"),
+        ({"linear_attn_config": {"full_attn_layers": []}}, "at least one layer of full_attention"),
+        ({"linear_attn_config": {"head_dim": 0}}, "linear_head_dim"),
+        ({"mlp_layer_types": ["dense"]}, "a list of num_hidden_layers = 6 entries"),
+        ({"mlp_layer_types": ["none"] * 6}, "mlp_layer_types"),
+        ({"layer_types": ["conv"] * 6}, "conv"),
+    ],
+)
+def test_a_kimi_linear_that_does_not_add_up_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as refused:
+        parse_config(KIMI | keys, "a test's config")
+    assert said in f"{refused.value.what} {refused.value.why}"
 
 
 LFM2: dict[str, Any] = {"model_type": "lfm2", **SMALL}

@@ -140,10 +140,13 @@ def _log1p(k: Kernel, y: Value) -> Value:
 
 class Sweep:
     """One pass over a tile of a state, or over two side by side, which share the loads of keys and queries. factors: by
-    which of those a state is multiplied to be read."""
+    which of those a state is multiplied to be read. key_begin: where in a row the key is that writes, in bytes; behind
+    it are the decays of key features, if they have their own."""
 
-    def __init__(self, k: Kernel, key_dim: int, tiles: int, factors: tuple[str, ...] = ("key", "query")) -> None:
-        self.k, self.tiles, self.key_dim, self.factors = k, tiles, key_dim, factors
+    def __init__(
+        self, k: Kernel, key_dim: int, tiles: int, factors: tuple[str, ...] = ("key", "query"), key_begin: int = 0
+    ) -> None:
+        self.k, self.tiles, self.key_dim, self.factors, self._key_begin = k, tiles, key_dim, factors, key_begin
         self.tile_bytes = 4 * LANES * key_dim
         self.private = k.stack(F32V, tiles * key_dim)
         each = itertools.product(factors, range(tiles), range(HALVES))
@@ -158,18 +161,21 @@ class Sweep:
                 self._add(states, row, i, n)
 
     def take_in(
-        self, source: Value, target: Value, row: Value, decay: Value, deltas: list[Value], next_row: Value
+        self, source: Value, target: Value, row: Value, decay: Value | None, deltas: list[Value], next_row: Value
     ) -> None:
-        """Write decay * S + k (x) delta to `target`, and add up what `read` does of it for the next token."""
-        k = self.k
+        """Write decay * S + k (x) delta to `target`, and add up what `read` does of it for the next token. decay: None
+        where key features have their own."""
+        k, keys = self.k, row.at(self._key_begin)
         self._clear()
         with k.range(k.i64(0), k.i64(self.key_dim), FEATURES_A_STEP, rolled=True) as i:
             for n in range(FEATURES_A_STEP):
-                key = row.at(i * 4 + 4 * n).load(F32).splat()
+                key, own = keys.at(i * 4 + 4 * n).load(F32).splat(), decay
+                if own is None:
+                    own = keys.at(i * 4 + 4 * (self.key_dim + n)).load(F32).splat()
                 states = []
                 for tile, delta in enumerate(deltas):
                     at = i * (4 * LANES) + self._offset(tile, n)
-                    states.append(k.fma(key, delta, source.at(at).load(F32V) * decay))
+                    states.append(k.fma(key, delta, source.at(at).load(F32V) * own))
                     target.at(at).store(states[-1])
                 self._add(states, next_row, i, n)
 
@@ -228,6 +234,7 @@ class TokenWalk(Generic[S]):
                 with segment.snapshots() as (wanted, part), k.when(wanted.compare("eq", after)):
                     sweep.copy(target, part.at(offset))
 
-    def _outputs(self, sweep: Sweep, tile: Value, position: Value, row: Value) -> tuple[Value, list[Value]]:
-        """Write what comes out of one token over its values. Returns its decay, and what its keys write."""
+    def _outputs(self, sweep: Sweep, tile: Value, position: Value, row: Value) -> tuple[Value | None, list[Value]]:
+        """Write what comes out of one token over its values. Returns its decay, if it has one, and what its keys
+        write."""
         raise NotImplementedError

@@ -2,7 +2,8 @@
 
 Gated DeltaNet (arXiv:2412.06464): queries, keys and values pass a short convolution, SiLU, and queries and keys are
 brought to length one. A head's state S [key_dim, value_dim] forgets by g and writes by beta what of a value it does not
-hold under its key: S = g S + k (x) beta (v - (g S)^T k), and o = S^T q.
+hold under its key: S = g S + k (x) beta (v - (g S)^T k), and o = S^T q. In Kimi Delta Attention (arXiv:2510.26692) each
+key feature of a head has a g of its own.
 
 A sequence's state is changed in place only by tokens that count for certain. Of those behind them it keeps what goes
 into the convolution: they are computed again by the next step, so that rejected drafts are taken back by being left
@@ -18,15 +19,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.sizes import DeltaShape, OutputGate
 
 L2_EPS = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaWeights:
-    """fp32: conv [conv_width, channels], the last tap for the token itself; a_log, dt_bias [value_heads]; norm
-    [value_dim]. beta_scale: what multiplies sigmoid(b). eps: of the norm."""
+    """fp32: conv [conv_width, channels], the last tap for the token itself; a_log [value_heads]; dt_bias
+    [decay_features]; norm [value_dim]. beta_scale: what multiplies sigmoid(b). eps: of the norm. gate: of what comes
+    out."""
 
     conv: Tensor
     a_log: Tensor
@@ -34,6 +36,7 @@ class DeltaWeights:
     norm: Tensor
     beta_scale: float = 1.0
     eps: float = 1e-6
+    gate: OutputGate = "silu"
 
 
 def mix(rows: StateRows[DeltaShape], weights: DeltaWeights) -> Tensor:
@@ -49,14 +52,15 @@ def mix(rows: StateRows[DeltaShape], weights: DeltaWeights) -> Tensor:
     for tap in range(taps):
         convolved += raw[tap : tap + end - begin, : shape.channels].double() * weights.conv[tap]
     q, k, v = (x.float() for x in _heads(shape, functional.silu(convolved)))
-    b, a = raw[taps - 1 :, shape.channels :].double().chunk(2, dim=-1)
+    b, a = raw[taps - 1 :, shape.channels :].double().tensor_split([shape.value_heads], dim=-1)
     beta = (b.sigmoid() * weights.beta_scale).float()
-    decay = (-weights.a_log.double().exp() * functional.softplus(a + weights.dt_bias)).exp().float()
+    steps = functional.softplus(a + weights.dt_bias).view(len(a), shape.value_heads, -1)
+    decay = (-weights.a_log.double().exp()[:, None] * steps).exp().float()  # [T, heads, 1 or key_dim]
     mixed = torch.empty(len(rows.raw), shape.value_heads, shape.value_dim, device=raw.device)
     S = _plain(state)  # [heads, key_dim, value_dim]
     for i in range(end - begin):
         position = begin + i
-        S = S * decay[i, :, None, None]
+        S = S * decay[i, :, :, None]
         delta = (v[i] - torch.einsum("hkv,hk->hv", S, k[i])) * beta[i, :, None]
         S = S + k[i, :, :, None] * delta[:, None]
         if position >= rows.past:
@@ -71,9 +75,10 @@ def mix(rows: StateRows[DeltaShape], weights: DeltaWeights) -> Tensor:
 
 
 def gated_norm(mixed: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
-    """norm(mixed) * silu(z), each [T, value_heads, value_dim]; the norm is each head's own."""
+    """norm(mixed) * gate(z), each [T, value_heads, value_dim]; the norm is each head's own."""
     scale = torch.rsqrt(mixed.square().mean(-1, keepdim=True) + weights.eps)
-    return mixed * scale * weights.norm * functional.silu(z.float())
+    opened = functional.silu(z.float()) if weights.gate == "silu" else z.float().sigmoid()
+    return mixed * scale * weights.norm * opened
 
 
 def _heads(shape: DeltaShape, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:

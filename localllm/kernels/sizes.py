@@ -16,6 +16,7 @@ MAX_ROWS = 8  # of a product with bf16 weights; above, the library's GEMM has mo
 UNIT, UNIT_BYTES = 128, 192  # columns of bf12
 _EXCEPTIONS = 256  # of so many weights one may be one; of normal ones, one in 6000 is
 
+OutputGate = Literal["silu", "sigmoid"]
 Scores = Literal["softmax", "sigmoid", "chosen", "sparsemixer"]
 
 PAGE_TOKENS = 64
@@ -207,6 +208,11 @@ class StateShape:
         raise NotImplementedError
 
     @property
+    def is_for_gpu(self) -> bool:
+        """Return whether a GPU's kernels compute such a layer, if they know its kind."""
+        return self.fills_vectors
+
+    @property
     def prepared_floats(self) -> int:
         """Floats of what a CPU's kernels make of a token before its states take it in."""
         return 0
@@ -255,6 +261,7 @@ class DeltaShape(ConvolvedShape):
     key_heads, key_dim: of queries and of keys. value_heads: a multiple of key_heads.
     conv_width: tokens that the convolution sees, the last one included.
     is_tiled: value head h belongs to key head h % key_heads; else those of one key head follow each other.
+    decays: of each value head, or of each of its key features.
     """
 
     key_heads: int
@@ -263,6 +270,7 @@ class DeltaShape(ConvolvedShape):
     value_dim: int
     conv_width: int = 4
     is_tiled: bool = False
+    decays: Literal["head", "key"] = "head"
 
     @property
     def channels(self) -> int:
@@ -280,16 +288,27 @@ class DeltaShape(ConvolvedShape):
 
     @property
     def fills_vectors(self) -> bool:
-        return self.key_dim % TILE == 0 == self.value_dim % TILE
+        is_paired = self.decays == "head" or self.key_heads == self.value_heads
+        return self.key_dim % TILE == 0 == self.value_dim % TILE and is_paired
+
+    @property
+    def is_for_gpu(self) -> bool:
+        return self.fills_vectors and self.decays == "head"
 
     @property
     def prepared_floats(self) -> int:
-        return self.key_heads * (2 * self.key_dim + TILE) + self.value_heads * (self.value_dim + TILE)
+        keys = (2 if self.decays == "head" else 4) * self.key_dim + TILE
+        return self.key_heads * keys + self.value_heads * (self.value_dim + TILE)
 
     @property
     def row_floats(self) -> int:
-        """What is kept of a token that the state does not hold yet: what the convolution sees, and two gates a head."""
-        return self.channels + 2 * self.value_heads
+        """What is kept of a token that the state does not hold yet: what the convolution sees, and the gates."""
+        return self.channels + self.value_heads + self.decay_features
+
+    @property
+    def decay_features(self) -> int:
+        """Gates of a token by which states forget."""
+        return self.value_heads * (1 if self.decays == "head" else self.key_dim)
 
     @property
     def heads(self) -> int:

@@ -12,6 +12,7 @@ from localllm.kernels.sizes import (
     Glu,
     KVShape,
     Mamba2Shape,
+    OutputGate,
     RouterConfig,
     Rwkv7Shape,
     ShiftShape,
@@ -178,15 +179,20 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """Gated DeltaNet of one layer: attention whose memory is a matrix a head. See `kernels.delta_rule`.
+    """Gated DeltaNet or Kimi Delta Attention of one layer: attention whose memory is a matrix a head. See
+    `kernels.delta_rule`.
 
     beta_scale: 2 where a state may change its sign.
     norm_eps: of the norm behind the heads; None: the model's.
+    gate: of what comes out.
+    rank: of two matrices that make the decays, and of two that make the gates of what comes out; None: of one each.
     """
 
     shape: DeltaShape
     beta_scale: float = 1.0
     norm_eps: float | None = None
+    gate: OutputGate = "silu"
+    rank: int | None = None
 
     @property
     def mixed_features(self) -> int:
@@ -194,13 +200,14 @@ class DeltaNetConfig:
 
     @property
     def gate_features(self) -> int:
-        """What is made of a token in fp32: two gates of each state."""
-        return 2 * self.shape.value_heads
+        """What is made of a token in fp32: the gates of each state, and what those are made of."""
+        return self.shape.value_heads + self.shape.decay_features + (self.rank or 0)
 
     @property
     def in_features(self) -> int:
-        """What the projection makes of a token: queries, keys and values, and the gates of what comes out."""
-        return self.shape.channels + self.shape.value_features
+        """What the projection makes of a token: queries, keys and values, and the gates of what comes out, or what
+        those are made of."""
+        return self.shape.channels + (self.rank or self.shape.value_features)
 
 
 @dataclass(frozen=True)

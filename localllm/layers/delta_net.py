@@ -1,4 +1,5 @@
-"""The body of Gated DeltaNet: project, take in and read out each sequence's states, project back."""
+"""The body of Gated DeltaNet and of Kimi Delta Attention: project, take in and read out each sequence's states, project
+back."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import reference
-from localllm.kernels.cpu_delta import DeltaRoom
+from localllm.kernels.cpu_delta import DeltaRoom, Strided
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_tape import Tape
@@ -26,7 +27,8 @@ from localllm.layers.state_rows import state_rows
 @dataclass(eq=False)
 class DeltaNet:
     """layer: its number among those with states. in_proj: queries, keys, values, and the gates of what comes out.
-    gates_proj: in fp32, the two gates of each state."""
+    gates_proj: in fp32, the gates of each state, b and a. decay_proj, z_proj: where a and the gates of what comes out
+    are made by two matrices each, the second ones, that of a in fp32."""
 
     config: DeltaNetConfig
     layer: int
@@ -34,15 +36,17 @@ class DeltaNet:
     gates_proj: Linear
     out_proj: Linear
     weights: DeltaWeights
+    decay_proj: Linear | None = None
+    z_proj: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices that are not read in fp32."""
-        return self.in_proj, self.out_proj
+        return self.in_proj, *(() if self.z_proj is None else (self.z_proj,)), self.out_proj
 
     @property
     def exact_linears(self) -> tuple[Linear, ...]:
-        return (self.gates_proj,)
+        return self.gates_proj, *(() if self.decay_proj is None else (self.decay_proj,))
 
     @property
     def device(self) -> torch.device:
@@ -52,23 +56,36 @@ class DeltaNet:
         """x [T, hidden] -> [T, hidden]."""
         shape = self.config.shape
         # The gates in fp64: sums of fp32 depend in their last digits on how many rows there are.
-        gates = reference.linear(x.double(), self.gates_proj.tensors["weight"]).float()
-        add_adapters(self.gates_proj.name, x.float(), gates, batch)
+        b, a = _exact(self.gates_proj, x, batch).tensor_split([shape.value_heads], dim=-1)
+        a = a if self.decay_proj is None else _exact(self.decay_proj, a, batch)
         wide = adapted(self.in_proj, x, batch)
+        z = wide[:, shape.channels :]
+        z = z if self.z_proj is None else adapted(self.z_proj, z, batch)
         if x.device == HOST and shape.fills_vectors and is_available():
-            mixed = self._native(wide.float().contiguous(), gates, batch.segments)
+            mixed = self._native(wide.float(), b, a, z.float(), batch.segments)
             return adapted(self.out_proj, mixed.to(x.dtype), batch)
-        z = wide[:, shape.channels :].reshape(len(x), shape.value_heads, shape.value_dim)
-        raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=-1)
+        z = z.reshape(len(x), shape.value_heads, shape.value_dim)
+        raw = torch.cat((wide[:, : shape.channels].float(), b, a), dim=-1)
         parts = (state_rows(each, shape, self.layer, raw[each.begin : each.end]) for each in batch.segments)
         mixed = torch.cat([mix(rows, self.weights) for rows in parts])
         mixed = gated_norm(mixed, z, self.weights).flatten(1).to(x.dtype)
         return adapted(self.out_proj, mixed, batch)
 
-    def _native(self, wide: Tensor, gates: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """wide fp32 [T, in_features], gates fp32 [T, gate_features] -> fp32 [T, value features], by CPU kernels."""
+    def _native(self, wide: Tensor, b: Tensor, a: Tensor, z: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """All fp32: wide [T, in_features], b [T, value_heads], a [T, decay_features], z [T, value_features] -> [T,
+        value_features], by CPU kernels."""
         shape, place = self.config.shape, place_of(segments, self.layer)
         room, mixed = DeltaRoom(shape, tables_of(segments)), torch.empty(len(wide), shape.value_features)
-        places = {"wide": wide, "gates": gates, "mixed": mixed}
-        Tape(room.steps(best_isa(), self.weights, place, stride=wide.shape[1], **places)).run()
+        wide_rows, gates, decays, opened = (Strided(each, each.stride(0)) for each in (wide, b, a, z))
+        steps = room.steps(
+            best_isa(), self.weights, place, wide_rows, gates=gates, decays=decays, z=opened, mixed=mixed
+        )
+        Tape(steps).run()
         return mixed
+
+
+def _exact(linear: Linear, x: Tensor, batch: Batch) -> Tensor:
+    """Return fp32 [T, out_features], computed in fp64."""
+    y = reference.linear(x.double(), linear.tensors["weight"]).float()
+    add_adapters(linear.name, x.float(), y, batch)
+    return y

@@ -1,7 +1,8 @@
 """The bodies that keep a state of each sequence in place of keys and values.
 
 Each has `layer`, its number among those with states; `linears`, the matrices in its recipe's formats, the first and the
-last of which are in front and behind; and `exact_linears`, those that are read in fp32.
+last of which are in front and behind; and `exact_linears`, those that are read in fp32, the first of which reads what
+the block does.
 """
 
 from __future__ import annotations

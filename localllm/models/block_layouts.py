@@ -227,6 +227,8 @@ def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
         vectors = {vector.name: vector for part in parts for vector in part.vectors}  # all have one norm in front
         return BlockLayout(parts[0].name, matrices, tuple(vectors.values()))
     if isinstance(config, DeltaNetConfig):
+        if config.rank is not None:
+            return _kimi_delta(layer, config, config.rank, around)
         return _delta_net(layer, config, around)
     if isinstance(config, LatentAttentionConfig):
         return _latent_attention(layer, config, around)
@@ -370,6 +372,30 @@ def _delta_projections(config: DeltaNetConfig, net: str, model: ModelConfig) -> 
         Matrix("in_proj", wide, wide_rows, model.hidden_size, grouped=wide_groups),
         Matrix("gates_proj", gates, gate_rows, model.hidden_size, role="router", grouped=gate_groups),
     )
+
+
+def _kimi_delta(layer: int, config: DeltaNetConfig, rank: int, around: Around) -> BlockLayout:
+    """Return Kimi Delta Attention, whose tensors have names of their own."""
+    shape, net, hidden = config.shape, f"{around.prefix}.self_attn", around.model.hidden_size
+    taps, heads = shape.conv_width, shape.value_heads
+    rows = {f"{net}.{part}_proj": count for part, count in _delta_rows(shape).items()}
+    gates = {f"{net}.b_proj": heads, f"{net}.f_a_proj": rank}
+    decays, z, out = f"{net}.f_b_proj", f"{net}.g_b_proj", f"{net}.o_proj"
+    matrices = (
+        Matrix("in_proj", f"{net}.in_proj", {**rows, f"{net}.g_a_proj": rank}, hidden),
+        Matrix("gates_proj", f"{net}.gates_proj", gates, hidden, role="router"),
+        Matrix("decay_proj", decays, {decays: shape.decay_features}, rank, role="router"),
+        Matrix("z_proj", z, {z: shape.value_features}, rank),
+        Matrix("out_proj", out, {out: hidden}, shape.value_features, scale=around.model.residual_scale),
+    )
+    parts = tuple((f"{net}.{part}_conv1d.weight", count) for part, count in _delta_rows(shape).items())
+    vectors = (
+        Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
+        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False),
+        Vector("dt_bias", f"{net}.dt_bias", shape.decay_features, is_norm_weight=False),
+        Vector("norm", f"{net}.o_norm.weight", shape.value_dim),
+    )
+    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
 
 
 def _delta_rows(shape: DeltaShape) -> dict[str, int]:

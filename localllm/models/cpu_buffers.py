@@ -180,7 +180,7 @@ def native_sites(decoder: Decoder) -> tuple[str, ...]:
     bodies = [block.body for block in decoder.blocks]
     linears = [linear for body in bodies for linear in body.linears if fills_groups(linear)]
     mixers = (mixer for body in bodies for mixer in mixers_of(body))
-    exact = (linear for body in mixers if isinstance(body, Recurrent) for linear in body.exact_linears)
+    exact = (linear for body in mixers if isinstance(body, Recurrent) for linear in body.exact_linears[:1])
     linears += filter(fills_tiles, exact)
     return tuple(linear.name for linear in linears)
 

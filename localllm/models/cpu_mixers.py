@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from localllm.kernels import cpu_quantize, cpu_rope, cpu_router
+from localllm.kernels.cpu_delta import Strided
 from localllm.kernels.cpu_heads import by_head_step
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_paged import AttentionPlace, LatentPlace
@@ -115,15 +118,26 @@ def _latent_attention(write: Products, body: LatentAttention, norm: RMSNorm | No
 
 
 def _delta_net(write: Products, body: DeltaNet, norm: RMSNorm | None) -> Iterator[Step]:
-    room = write.room
+    room, shape = write.room, body.config.shape
+    wide = Strided(room.wide, body.in_proj.out_features)
+    gates = Strided(room.gates, body.gates_proj.out_features)
     yield from _gates(write, body.gates_proj, packed_parts(body.in_proj)[-1].group, norm)
-    yield from room.states.deltas[body.config.shape].steps(
+    decays = z = None
+    if body.decay_proj is not None:  # behind all rows of what it reads
+        decays = Strided(room.gates[len(room.x) * gates.stride :], shape.decay_features)
+        yield _exact(write, body.decay_proj, gates.behind(shape.value_heads), decays.rows, None)
+    if body.z_proj is not None:
+        z = Strided(room.mixed, shape.value_features)
+        yield write.quantize(body.z_proj, room.wide[shape.channels :], None, wide.stride)
+        yield from write.multiply(body.z_proj, z.rows, adds=False)
+    yield from room.states.deltas[shape].steps(
         write.isa,
         body.weights,
         room.states.place(body.layer),
-        wide=room.wide,
-        stride=body.in_proj.out_features,
-        gates=room.gates,
+        wide,
+        gates=gates,
+        decays=decays or gates.behind(shape.value_heads),
+        z=z or wide.behind(shape.channels),
         mixed=room.mixed,
     )
 
@@ -151,18 +165,21 @@ def _mamba2(write: Products, body: Mamba2, norm: RMSNorm | None) -> Iterator[Ste
 
 def _gates(write: Products, gates: Linear, group: int, norm: RMSNorm | None) -> Iterator[Step]:
     """Yield the steps of what a recurrent layer makes of x in fp32. group: in which what goes in is there in INT8."""
-    room = write.room
-    kernel = cpu_router.logits(write.isa, has_norm=norm is not None, has_bias=gates.bias is not None)
-    yield kernel.step(
-        x=room.x,
+    yield _exact(write, gates, Strided(write.room.x, gates.in_features), write.room.gates, norm)
+    yield from write.adapters(gates, group, write.room.gates)
+
+
+def _exact(write: Products, linear: Linear, x: Strided, y: Tensor, norm: RMSNorm | None) -> Step:
+    """Return the step y = norm(x) @ matrix.T + bias, in fp32."""
+    return cpu_router.logits(write.isa, has_norm=norm is not None, has_bias=linear.bias is not None).step(
+        x=x.rows,
         weight=0 if norm is None else norm.weight,
-        matrix=gates.tensors["weight"],
-        bias=0 if gates.bias is None else gates.bias,
-        y=room.gates,
-        shape=room.activations.shape,
-        features=gates.in_features,
-        stride=gates.in_features,
-        outputs=gates.out_features,
+        matrix=linear.tensors["weight"],
+        bias=0 if linear.bias is None else linear.bias,
+        y=y,
+        shape=write.room.activations.shape,
+        features=linear.in_features,
+        stride=x.stride,
+        outputs=linear.out_features,
         eps=float_bits(0.0 if norm is None else norm.eps),
     )
-    yield from write.adapters(gates, group, room.gates)

@@ -545,7 +545,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
 def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bool:
     if isinstance(mixer, Attention | LatentAttention):
         return _is_known(mixer) and (kv is None or kv.homes[mixer.layer][0] == device)
-    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.fills_vectors
+    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.is_for_gpu
 
 
 def _is_known(mixer: Attention | LatentAttention) -> bool:

@@ -326,9 +326,13 @@ def _short_conv(loaded: _Loaded, config: ShortConvConfig, number: int) -> ShortC
 def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet:
     tensors, eps = loaded.block.tensors, config.norm_eps or loaded.parts.config.norm_eps
     conv = tensors["conv"].view(config.shape.conv_width, config.shape.channels)
-    weights = DeltaWeights(conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"], config.beta_scale, eps)
+    own = conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"]
+    weights = DeltaWeights(*own, config.beta_scale, eps, config.gate)
     inside, gates, outside = (loaded.linear(name) for name in ("in_proj", "gates_proj", "out_proj"))
-    return DeltaNet(config, number, inside, gates, outside, weights)
+    net = DeltaNet(config, number, inside, gates, outside, weights)
+    if config.rank is None:
+        return net
+    return replace(net, decay_proj=loaded.linear("decay_proj"), z_proj=loaded.linear("z_proj"))
 
 
 def _latent_attention(loaded: _Loaded, config: LatentAttentionConfig, number: int) -> LatentAttention:

@@ -114,7 +114,7 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
     if isinstance(mixer, ShortConvConfig):
         return {"short_conv": dataclasses.asdict(mixer)}
     if isinstance(mixer, DeltaNetConfig):
-        return {"delta_net": dataclasses.asdict(mixer.shape)}
+        return {"delta_net": _delta_entry(mixer)}
     if isinstance(mixer, Rwkv7TimeMixConfig):
         return {"rwkv7_time_mix": dataclasses.asdict(mixer)}
     if isinstance(mixer, Rwkv7ChannelMixConfig):
@@ -138,6 +138,14 @@ def _mixer_entry(mixer: Mixer) -> dict[str, object]:
     }
     own["shares_kv"] = mixer.kv_of_layer is not None
     return entry | {name: value for name, value in own.items() if value}
+
+
+def _delta_entry(mixer: DeltaNetConfig) -> dict[str, object]:
+    entry = dataclasses.asdict(mixer.shape)
+    if mixer.rank is None:  # older files say nothing of it
+        del entry["decays"]
+        return entry
+    return {**entry, "rank": mixer.rank}
 
 
 def _body_entry(body: MLPConfig | MoEConfig) -> dict[str, object]:
