@@ -92,9 +92,12 @@ def _by_kernels(
     pages: Pages, parts: tuple[Tensor, Tensor, Tensor], rope: Rope, out: Tensor | Codes, heads: int, *, is_prefill: bool
 ) -> None:
     rows, q = block_rows(heads, is_prefill=is_prefill), new_queries(pages.count, heads, pages.dense, pages.device)
+    q.fill_(torch.nan)  # what no kernel writes is found
     tokens, history = pages.tables(rows // heads)
     run_all([latent_store(*parts, q, tokens, rope, pages.dense, pages.coded, LAYER)])
     sections, latent = 1 if is_prefill else len(pages.pages), pages.dense.value_dim
     room = new_parts(sections, pages.count, heads, latent, pages.device)
+    for part in (room.mixed, room.peaks, room.totals):
+        part.fill_(torch.nan)
     scale = pages.dense.head_dim**-0.5
     run_all(attend_latents(q, out, tokens, history, room, pages.dense, pages.coded, LAYER, scale=scale, rows=rows))
