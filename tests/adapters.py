@@ -43,13 +43,17 @@ def targets_of(model: Any) -> dict[str, Any]:
         if _BESIDE.search(name) or ("per_layer" in name.rpartition(".")[2] and "embed" in name):
             continue
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
+            if name.endswith("kv_b_proj"):  # of which adapters are refused
+                continue
             if is_mixture and name.endswith(_MLP):
                 parameters.append(f"{name}.weight")
             elif not (is_tied and name.endswith(_OUTER)):
                 modules.append(name)
             continue
+        if isinstance(module, torch.nn.Conv1d):
+            continue
         own = module.named_parameters(recurse=False)
-        parameters += [f"{name}.{each}" for each, values in own if values.dim() > 1 and not each.endswith("bias")]
+        parameters += [f"{name}.{each}" for each, values in own if values.dim() in (2, 3) and not each.endswith("bias")]
     return {"target_modules": modules, "target_parameters": parameters or None}
 
 

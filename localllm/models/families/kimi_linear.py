@@ -73,6 +73,7 @@ RENAMES = (
     (".w1.", ".gate_proj."),
     (".w3.", ".up_proj."),
     (".w2.", ".down_proj."),
+    (".forget_gate.", "."),  # of adapters, which are made for transformers' modules
 )
 
 
