@@ -32,7 +32,7 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 QWEN = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe"]
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3"]
 DEEPSEEK = {"post_norm": "shared_head.norm"}
 
 
@@ -94,7 +94,7 @@ def wish(num_prompt: int, max_tokens: int, **sampling: Any) -> Request:
     return Request(tuple(range(3, 3 + num_prompt)), SamplingParams(**params))
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, {"qwen3_5", "glm4_moe"}.__contains__))
+@pytest.mark.parametrize("family", thinned(FAMILIES, {"qwen3_5", "deepseek_v3"}.__contains__))
 def test_it_drafts_what_transformers_drafts(family: str, tmp_path: Path) -> None:
     head = write_with_head(tmp_path, family)
     peer = write_checkpoint(tmp_path / "again", family)
