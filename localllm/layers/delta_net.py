@@ -4,7 +4,7 @@ back."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import HOST, place_of, tables_of
@@ -38,6 +39,19 @@ class DeltaNet:
     weights: DeltaWeights
     decay_proj: Linear | None = None
     z_proj: Linear | None = None
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: DeltaNetConfig, number: int) -> DeltaNet:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        tensors, eps = parts.tensors, config.norm_eps or parts.norm_eps
+        conv = tensors["conv"].view(config.shape.conv_width, config.shape.channels)
+        own = conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"]
+        weights = DeltaWeights(*own, config.beta_scale, eps, config.gate)
+        inside, gates, outside = (parts.linear(name) for name in ("in_proj", "gates_proj", "out_proj"))
+        net = cls(config, number, inside, gates, outside, weights)
+        if config.rank is None:
+            return net
+        return replace(net, decay_proj=parts.linear("decay_proj"), z_proj=parts.linear("z_proj"))
 
     @property
     def linears(self) -> tuple[Linear, ...]:

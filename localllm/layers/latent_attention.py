@@ -16,6 +16,7 @@ from torch import Tensor
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import LatentAttentionConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
@@ -43,6 +44,24 @@ class LatentAttention:
     o_proj: Linear
     q_norm: RMSNorm | None
     latent_norm: RMSNorm
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: LatentAttentionConfig, number: int) -> LatentAttention:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        tensors, eps = parts.tensors, config.norm_eps
+        rotation = parts.rotation(config.rope, config.rotary_dim)
+        return cls(
+            config=config,
+            layer=number,
+            rotation=rotation,
+            in_proj=parts.linear("in_proj"),
+            q_proj=parts.linear("q_proj"),
+            k_up=parts.linear("k_up"),
+            v_up=parts.linear("v_up"),
+            o_proj=parts.linear("o_proj"),
+            q_norm=None if config.query_rank is None else RMSNorm(tensors["q_norm"], eps),
+            latent_norm=RMSNorm(tensors["latent_norm"], eps),
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:

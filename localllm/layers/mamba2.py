@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import Mamba2Config
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import HOST, place_of, tables_of
@@ -34,6 +36,26 @@ class Mamba2:
     steps_proj: Linear
     out_proj: Linear
     weights: Mamba2Weights
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: Mamba2Config, number: int) -> Mamba2:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        tensors, shape = parts.tensors, config.shape
+        bias = tensors.get("conv_bias")
+        weights = Mamba2Weights(
+            conv=tensors["conv"].view(shape.conv_width, shape.channels),
+            conv_bias=tensors["conv"].new_zeros(shape.channels) if bias is None else bias,
+            a_log=tensors["a_log"],
+            dt_bias=tensors["dt_bias"],
+            d=tensors["d"],
+            norm=tensors.get("norm"),
+            least_step=config.least_step,
+            most_step=math.inf if config.most_step is None else config.most_step,
+            norm_is_gated=config.norm == "gated",
+            eps=parts.norm_eps,
+        )
+        inside, steps, outside = (parts.linear(name) for name in ("in_proj", "steps_proj", "out_proj"))
+        return cls(config, number, inside, steps, outside, weights)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -26,6 +26,7 @@ from localllm.kernels.rwkv7 import (
 from localllm.kernels.sizes import RWKV7_MIXED, StateShape
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch, moved
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import HOST, place_of, tables_of
@@ -66,6 +67,32 @@ class Rwkv7TimeMix:
     value_gate: LowRankPair | None
     o_proj: Linear
     weights: TimeMixWeights
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: Rwkv7TimeMixConfig, number: int) -> Rwkv7TimeMix:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        tensors, shape = parts.tensors, config.shape
+        names = ("removal_key", "rate_key", "bonus", "norm", "norm_bias")
+        eps = shape.head_dim * parts.norm_eps
+        own = {name: tensors[name] for name in names}
+        weights = TimeMixWeights(tensors["mixes"].view(-1, shape.features), **own, eps=eps)
+
+        def pair(name: str, activation: str | None = None) -> LowRankPair:
+            return LowRankPair(parts.linear(f"{name}_down"), parts.linear(f"{name}_up"), activation)
+
+        return cls(
+            config,
+            number,
+            r_proj=parts.linear("r_proj"),
+            k_proj=parts.linear("k_proj"),
+            v_proj=parts.linear("v_proj"),
+            decay=pair("w", "tanh"),
+            rate=pair("a"),
+            gate=pair("g", "sigmoid"),
+            value_gate=None if config.is_first else pair("v"),
+            o_proj=parts.linear("o_proj"),
+            weights=weights,
+        )
 
     @property
     def pairs(self) -> tuple[LowRankPair, ...]:
@@ -135,6 +162,11 @@ class Rwkv7ChannelMix:
     key: Linear
     value: Linear
     mix: Tensor
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: Rwkv7ChannelMixConfig, number: int) -> Rwkv7ChannelMix:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        return cls(config, number, parts.linear("key"), parts.linear("value"), parts.tensors["mix"])
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -15,6 +15,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.short_conv import ConvWeights, convolve
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import ShortConvConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import HOST, place_of, tables_of
@@ -31,6 +32,13 @@ class ShortConv:
     in_proj: Linear
     out_proj: Linear
     weights: ConvWeights
+
+    @classmethod
+    def loaded(cls, parts: BodyParts, config: ShortConvConfig, number: int) -> ShortConv:
+        """Return the body that a block's parts make. number: of the layer, among those of its kind."""
+        tensors, shape = parts.tensors, config.shape
+        weights = ConvWeights(tensors["conv"].view(shape.conv_width, shape.channels), tensors.get("conv_bias"))
+        return cls(config, number, parts.linear("in_proj"), parts.linear("out_proj"), weights)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -6,11 +6,11 @@ The one description that loading, packing and random models share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
-from localllm.kernels.sizes import DeltaShape, Mamba2Shape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,
@@ -26,37 +26,41 @@ from localllm.layers.config import (
     Rwkv7TimeMixConfig,
     ShortConvConfig,
 )
-from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement
+from localllm.models.architecture import LayerConfig, ModelConfig
 from localllm.models.layout import (
     COEFFICIENTS,
     EMBED,
     HEAD,
     BlockLayout,
     Experts,
-    Grouped,
-    HeadCut,
-    Interleaved,
     Matrix,
-    Residual,
     Vector,
     gated_matrices,
 )
-from localllm.models.rwkv7_layout import rwkv7_block
+from localllm.models.mixer_layouts import attention, delta_net, latent_attention, mamba2, rwkv7, short_conv
+from localllm.models.mixer_layouts.around import Around, norm_vectors
 from localllm.quant.layouts import Sizes
 
-# The norms around a block's body, by the family's placement: (before, after), in Hugging Face's names.
-ATTENTION_NORMS = {
-    "pre": ("input_layernorm", None),
-    "post": (None, "post_attention_layernorm"),
-    "sandwich": ("input_layernorm", "post_attention_layernorm"),
-    "parallel": ("input_layernorm", None),
-}
+# The norms around a feed-forward, by the family's placement: (before, after), in Hugging Face's names.
 MLP_NORMS = {
     "pre": ("post_attention_layernorm", None),
     "post": (None, "post_feedforward_layernorm"),
     "sandwich": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
     "parallel": ("input_layernorm", None),
 }
+
+
+_LAYOUTS: Mapping[type, Callable[[int, Any, Around], BlockLayout]] = MappingProxyType(
+    {
+        AttentionConfig: attention.layout,
+        LatentAttentionConfig: latent_attention.layout,
+        DeltaNetConfig: delta_net.layout,
+        Mamba2Config: mamba2.layout,
+        ShortConvConfig: short_conv.layout,
+        Rwkv7TimeMixConfig: rwkv7.layout,
+        Rwkv7ChannelMixConfig: rwkv7.layout,
+    }
+)
 
 
 def block_layouts(config: ModelConfig) -> tuple[BlockLayout, ...]:
@@ -78,16 +82,16 @@ def _blocks(config: ModelConfig) -> tuple[BlockLayout, ...]:
     if config.per_layer is not None:
         blocks[1] = _with_per_layer_inputs(blocks[1], config, config.per_layer)
     if config.has_embedding_norm:
-        norm = _norm("norm_embedding", "model.embedding_norm", config)
+        norm = norm_vectors("norm_embedding", "model.embedding_norm", config)
         blocks[1] = replace(blocks[1], vectors=(*norm, *blocks[1].vectors))
     if config.altup is not None:
         blocks[1] = _with_state_projections(blocks[1], "altup_projections", config, config.altup)
         blocks[-1] = _with_state_projections(blocks[-1], "altup_unembed_projections", config, config.altup)
     if config.reads_states:
-        return (*blocks, BlockLayout(HEAD, (), _norm("final_norm", "mtp.norm", config)))
+        return (*blocks, BlockLayout(HEAD, (), norm_vectors("final_norm", "mtp.norm", config)))
     stored = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     head = () if config.is_tied else (_vocabulary("lm_head", stored, config),)
-    vectors = _norm("final_norm", "model.norm", config, config.final_norm_offset)
+    vectors = norm_vectors("final_norm", "model.norm", config, config.final_norm_offset)
     if config.has_head_bias:
         vectors += (Vector("head_bias", "lm_head.bias", config.vocab_size, is_norm_weight=False),)
     return (*blocks, BlockLayout(HEAD, head, vectors))
@@ -177,8 +181,8 @@ def _with_layer_end(mlp: BlockLayout, layer: LayerConfig, around: Around) -> Blo
 
 def _draft_inputs(config: ModelConfig) -> BlockLayout:
     joined = Matrix("joined_proj", "mtp.fc", {"mtp.fc": config.hidden_size}, 2 * config.hidden_size)
-    norms = _norm("norm_embedding", "mtp.pre_fc_norm_embedding", config)
-    return BlockLayout(EMBED, (joined,), (*norms, *_norm("norm_hidden", "mtp.pre_fc_norm_hidden", config)))
+    norms = norm_vectors("norm_embedding", "mtp.pre_fc_norm_embedding", config)
+    return BlockLayout(EMBED, (joined,), (*norms, *norm_vectors("norm_hidden", "mtp.pre_fc_norm_hidden", config)))
 
 
 def model_bytes(config: ModelConfig, recipe: Sizes) -> int:
@@ -190,266 +194,13 @@ def _vocabulary(name: str, stored: str, config: ModelConfig) -> Matrix:
     return Matrix(name, stored, {stored: config.vocab_size}, config.hidden_size, role="embedding")
 
 
-def _norm(name: str, stored: str, config: ModelConfig, offset: float | None = None) -> tuple[Vector, ...]:
-    offset = config.norm_weight_offset if offset is None else offset
-    weight = Vector(name, f"{stored}.weight", config.hidden_size, offset=offset)
-    if config.norm_kind == "rms" or not config.has_norm_bias:
-        return (weight,)
-    return weight, Vector(f"{name}_bias", f"{stored}.bias", config.hidden_size, is_norm_weight=False)
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a block's tensors depend on beside its own body. prefix: of the layer's tensors in a checkpoint."""
-
-    prefix: str
-    model: ModelConfig
-    norm_placement: NormPlacement
-
-    @property
-    def residual(self) -> Residual:
-        return Residual(self.model.hidden_size, self.model.residual_scale)
-
-    def norms(self, placements: Mapping[str, tuple[str | None, str | None]]) -> tuple[Vector, ...]:
-        names = zip(("norm_in", "norm_out"), placements[self.norm_placement], strict=True)
-        return tuple(
-            vector
-            for name, stored in names
-            if stored is not None
-            for vector in _norm(name, f"{self.prefix}.{stored}", self.model)
-        )
-
-
 def _mixer(layer: int, config: Mixer, around: Around) -> BlockLayout:
     if isinstance(config, BesideConfig):
         parts = [_mixer(layer, each, around) for each in config.mixers]
         matrices = tuple(matrix for part in parts for matrix in part.matrices)
         vectors = {vector.name: vector for part in parts for vector in part.vectors}  # all have one norm in front
         return BlockLayout(parts[0].name, matrices, tuple(vectors.values()))
-    if isinstance(config, DeltaNetConfig):
-        if config.rank is not None:
-            return _kimi_delta(layer, config, config.rank, around)
-        return _delta_net(layer, config, around)
-    if isinstance(config, LatentAttentionConfig):
-        return _latent_attention(layer, config, around)
-    if isinstance(config, ShortConvConfig):
-        return _short_conv(layer, config, around)
-    if isinstance(config, Mamba2Config):
-        return _mamba2(layer, config, around)
-    if isinstance(config, Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig):
-        return rwkv7_block(layer, config, partial(_norm, "norm_in", config=around.model))
-    return _attention(layer, config, around)
-
-
-def _attention(layer: int, config: AttentionConfig, around: Around) -> BlockLayout:
-    D, H, KH, hidden = config.head_dim, config.num_heads, config.key_heads, around.model.hidden_size
-    attn = f"{around.prefix}.self_attn"
-    qkv = {
-        f"{attn}.q_proj": config.gate_features + H * D,
-        f"{attn}.k_proj": config.key_heads * D,
-        f"{attn}.v_proj": config.value_heads * D,
-    }
-    qkv = {name: rows for name, rows in qkv.items() if rows}
-    stored = around.model.stored
-    gates = None
-    if stored.apart_gates:
-        qkv = {f"{attn}.gate_proj": config.gate_features, **qkv, f"{attn}.q_proj": H * D}
-    elif config.has_output_gate:
-        # Stored is each head's query with its gate behind it; here all gates come before the queries.
-        gates = Grouped(2 * H * D, (D, D), (1, 0))
-    pairs = None
-    if stored.interleaves_heads:
-        pairs = Interleaved((H + KH) * D, D, config.rotary_dim, first=config.gate_features)
-    matrices = (
-        Matrix("qkv_proj", f"{attn}.qkv_proj", qkv, hidden, config.has_bias, interleaved=pairs, grouped=gates),
-        Matrix(
-            "o_proj",
-            f"{attn}.o_proj",
-            {f"{attn}.o_proj": hidden},
-            H * D,
-            config.has_output_bias,
-            scale=around.model.residual_scale,
-        ),
-    )
-    vectors = (*around.norms(ATTENTION_NORMS), *_head_norms(config, attn, around.model.norm_weight_offset))
-    if config.has_sinks:
-        vectors += (Vector("sinks", f"{attn}.sinks", H, is_norm_weight=False),)
-    return BlockLayout(f"layers.{layer}.attention", matrices, vectors)
-
-
-def _latent_attention(layer: int, config: LatentAttentionConfig, around: Around) -> BlockLayout:
-    attn, hidden, H, rank = f"{around.prefix}.self_attn", around.model.hidden_size, config.num_heads, config.query_rank
-    query = f"{attn}.q_proj" if rank is None else f"{attn}.q_b_proj"
-    down = {} if rank is None else {f"{attn}.q_a_proj": rank}
-    down[f"{attn}.kv_a_proj_with_mqa"] = config.latent_dim + config.shared_dim
-    query_pairs = key_pairs = None
-    if around.model.stored.interleaves_heads and config.rotary_dim:
-        sizes = config.shared_dim, config.rotary_dim
-        query_pairs = Interleaved(H * config.shared_dim, *sizes, first=H * config.plain_dim)
-        key_pairs = Interleaved(config.shared_dim, *sizes, first=(rank or 0) + config.latent_dim)
-    # Stored is each head's query whole; here what meets the shared key comes behind all else.
-    groups = Grouped(config.query_features, (config.plain_dim, config.shared_dim), (0, 1))
-    matrices = (
-        Matrix("in_proj", f"{attn}.in_proj", down, hidden, config.has_bias, interleaved=key_pairs),
-        Matrix("q_proj", query, {query: groups.rows}, rank or hidden, interleaved=query_pairs, grouped=groups),
-        *_up_matrices(config, attn),
-        Matrix(
-            "o_proj",
-            f"{attn}.o_proj",
-            {f"{attn}.o_proj": hidden},
-            config.mixed_features,
-            config.has_output_bias,
-            scale=around.model.residual_scale,
-        ),
-    )
-    norms = {"latent_norm": ("kv_a_layernorm", config.latent_dim)}
-    norms |= {} if rank is None else {"q_norm": ("q_a_layernorm", rank)}
-    vectors = (Vector(name, f"{attn}.{stored}.weight", features) for name, (stored, features) in norms.items())
-    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
-
-
-def _up_matrices(config: LatentAttentionConfig, attn: str) -> tuple[Matrix, Matrix]:
-    """Return what brings queries to latents and latents to values. Most checkpoints store both as one matrix, the first
-    turned round."""
-    rows = config.plain_dim + config.value_dim
-    keys = HeadCut(f"{attn}.kv_b_proj", config.num_heads, rows, 0, transposes=True)
-    values = HeadCut(f"{attn}.kv_b_proj", config.num_heads, rows, config.plain_dim)
-    k_up, v_up = f"{attn}.k_b_proj", f"{attn}.v_b_proj"
-    return (
-        Matrix("k_up", k_up, {k_up: config.absorbed_features}, config.plain_dim, cut=keys),
-        Matrix("v_up", v_up, {v_up: config.mixed_features}, config.latent_dim, cut=values),
-    )
-
-
-def _head_norms(config: AttentionConfig, attn: str, offset: float) -> Iterator[Vector]:
-    """Yield the weights of the norms of queries and keys. attn: the attention's name in a checkpoint."""
-    if config.qk_norm is None or not config.has_norm_weights:
-        return
-    for name, heads in (("q_norm", config.num_heads), ("k_norm", config.key_heads)):
-        if not heads:
-            continue
-        own = 1 if config.qk_norm == "head" else heads
-        parts = tuple((f"{attn}.{name}.{head}.weight", config.head_dim) for head in range(own))
-        features, parts = own * config.head_dim, parts if config.qk_norm == "own" else ()
-        yield Vector(name, f"{attn}.{name}.weight", features, offset=offset, parts=parts)
-
-
-def _delta_net(layer: int, config: DeltaNetConfig, around: Around) -> BlockLayout:
-    shape, net, hidden = config.shape, f"{around.prefix}.linear_attn", around.model.hidden_size
-    taps, heads = shape.conv_width, shape.value_heads
-    out = {f"{net}.out_proj": hidden}
-    matrices = (
-        *_delta_projections(config, net, around.model),
-        Matrix("out_proj", f"{net}.out_proj", out, shape.value_features, scale=around.model.residual_scale),
-    )
-    parts = tuple((f"{net}.{part}_conv1d.weight", rows) for part, rows in _delta_rows(shape).items())
-    vectors = (
-        Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
-        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False, is_logarithm=around.model.stored.negates_rates),
-        Vector("dt_bias", f"{net}.dt_bias", heads, is_norm_weight=False),
-        Vector("norm", f"{net}.norm.weight", shape.value_dim, is_norm_weight=False),
-    )
-    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
-
-
-def _delta_projections(config: DeltaNetConfig, net: str, model: ModelConfig) -> tuple[Matrix, Matrix]:
-    """Return the matrices of queries, keys, values and the gates of what comes out, and of the two gates of a state."""
-    shape, heads, form = config.shape, config.shape.value_heads, model.stored.delta_rows
-    wide, gates = f"{net}.in_proj_qkvz", f"{net}.in_proj_ba"
-    own = heads // shape.key_heads
-    wide_groups = gate_groups = None
-    if form == "by_head":
-        runs = (shape.key_dim, shape.key_dim, own * shape.value_dim, own * shape.value_dim)
-        wide_rows, wide_groups = {wide: config.in_features}, Grouped(config.in_features, runs, (0, 1, 2, 3))
-    else:
-        joined = _delta_rows(shape) if form == "apart" else {"qkv": shape.channels}
-        wide_rows = {f"{net}.in_proj_{part}": rows for part, rows in {**joined, "z": shape.value_features}.items()}
-    if form in ("by_head", "gates_by_head"):
-        gate_rows, gate_groups = {gates: 2 * heads}, Grouped(2 * heads, (own, own), (0, 1))
-    else:
-        gate_rows = {f"{net}.in_proj_b": heads, f"{net}.in_proj_a": heads}
-    return (
-        Matrix("in_proj", wide, wide_rows, model.hidden_size, grouped=wide_groups),
-        Matrix("gates_proj", gates, gate_rows, model.hidden_size, role="router", grouped=gate_groups),
-    )
-
-
-def _kimi_delta(layer: int, config: DeltaNetConfig, rank: int, around: Around) -> BlockLayout:
-    """Return Kimi Delta Attention, whose tensors have names of their own."""
-    shape, net, hidden = config.shape, f"{around.prefix}.self_attn", around.model.hidden_size
-    taps, heads = shape.conv_width, shape.value_heads
-    rows = {f"{net}.{part}_proj": count for part, count in _delta_rows(shape).items()}
-    gates = {f"{net}.b_proj": heads, f"{net}.f_a_proj": rank}
-    decays, z, out = f"{net}.f_b_proj", f"{net}.g_b_proj", f"{net}.o_proj"
-    matrices = (
-        Matrix("in_proj", f"{net}.in_proj", {**rows, f"{net}.g_a_proj": rank}, hidden),
-        Matrix("gates_proj", f"{net}.gates_proj", gates, hidden, role="router"),
-        Matrix("decay_proj", decays, {decays: shape.decay_features}, rank, role="router"),
-        Matrix("z_proj", z, {z: shape.value_features}, rank),
-        Matrix("out_proj", out, {out: hidden}, shape.value_features, scale=around.model.residual_scale),
-    )
-    parts = tuple((f"{net}.{part}_conv1d.weight", count) for part, count in _delta_rows(shape).items())
-    vectors = (
-        Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
-        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False),
-        Vector("dt_bias", f"{net}.dt_bias", shape.decay_features, is_norm_weight=False),
-        Vector("norm", f"{net}.o_norm.weight", shape.value_dim),
-    )
-    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
-
-
-def _delta_rows(shape: DeltaShape) -> dict[str, int]:
-    keys = shape.key_heads * shape.key_dim
-    return {"q": keys, "k": keys, "v": shape.value_features}
-
-
-def _short_conv(layer: int, config: ShortConvConfig, around: Around) -> BlockLayout:
-    stored, hidden, bias = f"{around.prefix}.conv", around.model.hidden_size, config.has_bias
-    taps, channels = config.shape.conv_width, config.shape.channels
-    inside, outside = f"{stored}.in_proj", f"{stored}.out_proj"
-    matrices = (
-        Matrix("in_proj", inside, {inside: config.in_features}, hidden, bias),
-        Matrix("out_proj", outside, {outside: hidden}, channels, bias, scale=around.model.residual_scale),
-    )
-    vectors = (
-        *around.norms(ATTENTION_NORMS),
-        Vector("conv", f"{stored}.conv.weight", taps * channels, is_norm_weight=False, taps=taps),
-    )
-    if bias:
-        vectors += (Vector("conv_bias", f"{stored}.conv.bias", channels, is_norm_weight=False),)
-    return BlockLayout(f"layers.{layer}.attention", matrices, vectors)
-
-
-def _mamba2(layer: int, config: Mamba2Config, around: Around) -> BlockLayout:
-    shape, mamba, hidden = config.shape, f"{around.prefix}.mamba", around.model.hidden_size
-    inside, steps, out = f"{mamba}.in_proj", f"{mamba}.dt_proj", f"{mamba}.out_proj"
-    *wide, last = ((f"{mamba}{end}", rows) for end, rows in mamba2_rows(shape))
-    scale = around.model.residual_scale
-    matrices = (
-        Matrix("in_proj", inside, dict(wide), hidden, config.has_bias),
-        Matrix("steps_proj", steps, dict([last]), hidden, config.has_bias, role="router"),
-        Matrix("out_proj", out, {out: hidden}, shape.features, config.has_output_bias, scale=scale),
-    )
-    taps, channels, heads = shape.conv_width, shape.channels, shape.num_heads
-    vectors = [
-        Vector("conv", f"{mamba}.conv1d.weight", taps * channels, is_norm_weight=False, taps=taps),
-        Vector("a_log", f"{mamba}.A_log", heads, is_norm_weight=False, is_logarithm=around.model.stored.negates_rates),
-        Vector("dt_bias", f"{mamba}.dt_bias", heads, is_norm_weight=False),
-        Vector("d", f"{mamba}.D", heads),
-    ]
-    if config.has_conv_bias:
-        vectors.append(Vector("conv_bias", f"{mamba}.conv1d.bias", channels, is_norm_weight=False))
-    if config.norm is not None:
-        vectors.append(Vector("norm", f"{mamba}.norm.weight", shape.features))
-    return BlockLayout(f"layers.{layer}.attention", matrices, (*around.norms(ATTENTION_NORMS), *vectors))
-
-
-def mamba2_rows(shape: Mamba2Shape) -> tuple[tuple[str, int], ...]:
-    """Return the ends of the names of what Mamba 2's projection makes, in a checkpoint's order, and the rows of each:
-    gates, x, B and C, and the steps."""
-    groups = shape.num_groups * shape.state_size
-    rows = {"z": shape.features, "x": shape.features, "b": groups, "c": groups, "dt": shape.num_heads}
-    return tuple((f".in_proj_{part}", count) for part, count in rows.items())
+    return _LAYOUTS[type(config)](layer, config, around)
 
 
 def _mlp(layer: int, config: MLPConfig, around: Around) -> BlockLayout:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from localllm.kernels.delta_rule import DeltaWeights
-from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.rwkv7 import TimeMixWeights
-from localllm.kernels.short_conv import ConvWeights
 from localllm.layers.altup import AltUpEnd, AltUpStart, StateMixer
 from localllm.layers.attention import Attention
 from localllm.layers.beside import Beside, SingleMixer
+from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import (
     AttentionConfig,
     BesideConfig,
@@ -26,6 +24,7 @@ from localllm.layers.config import (
     MLPConfig,
     MoEConfig,
     PerLayerConfig,
+    RopeConfig,
     Rwkv7ChannelMixConfig,
     Rwkv7TimeMixConfig,
     ShortConvConfig,
@@ -41,7 +40,7 @@ from localllm.layers.moe import ExpertBank, MoE, MoENorms
 from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.per_layer import PerLayerGate, PerLayerInputs
 from localllm.layers.rotary import Rotary
-from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.short_conv import ShortConv
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts, model_bytes
@@ -52,6 +51,17 @@ from localllm.models.layout import COEFFICIENTS, EXPERTS, BlockLayout
 from localllm.offload.streaming.card_slots import CardSlots
 from localllm.offload.streaming.expert_pool import ExpertPool
 from localllm.quant.recipe import Recipe
+
+_LOADERS: Mapping[type, Callable[[BodyParts, Any, int], SingleMixer]] = MappingProxyType(
+    {
+        LatentAttentionConfig: LatentAttention.loaded,
+        DeltaNetConfig: DeltaNet.loaded,
+        Mamba2Config: Mamba2.loaded,
+        ShortConvConfig: ShortConv.loaded,
+        Rwkv7TimeMixConfig: Rwkv7TimeMix.loaded,
+        Rwkv7ChannelMixConfig: Rwkv7ChannelMix.loaded,
+    }
+)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -180,6 +190,17 @@ class _Loaded:
     block: BlockTensors
     parts: DecoderParts
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.block.tensors
+
+    @property
+    def norm_eps(self) -> float:
+        return self.parts.config.norm_eps
+
+    def rotation(self, rope: RopeConfig, rotary_dim: int) -> int:
+        return self.parts.config.rotations.index((rope, rotary_dim))
+
     def linear(self, name: str) -> Linear:
         matrix = next(matrix for matrix in self.block.layout.matrices if matrix.name == name)
         return new_linear(matrix, self.block.tensors, self.parts.recipe, self.parts.dtype, self.block.layout.name)
@@ -303,97 +324,7 @@ def _single_mixer(loaded: _Loaded, layer: int, config: SingleMixerConfig) -> Sin
     number = loaded.parts.config.kept_number(layer, config)
     if isinstance(config, AttentionConfig):
         return _attention(loaded, config, number)
-    if isinstance(config, LatentAttentionConfig):
-        return _latent_attention(loaded, config, number)
-    if isinstance(config, Mamba2Config):
-        return _mamba2(loaded, config, number)
-    if isinstance(config, Rwkv7TimeMixConfig):
-        return _time_mix(loaded, config, number)
-    if isinstance(config, Rwkv7ChannelMixConfig):
-        key, value, mix = loaded.linear("key"), loaded.linear("value"), loaded.block.tensors["mix"]
-        return Rwkv7ChannelMix(config, number, key, value, mix)
-    if isinstance(config, ShortConvConfig):
-        return _short_conv(loaded, config, number)
-    return _delta_net(loaded, config, number)
-
-
-def _short_conv(loaded: _Loaded, config: ShortConvConfig, number: int) -> ShortConv:
-    tensors, shape = loaded.block.tensors, config.shape
-    weights = ConvWeights(tensors["conv"].view(shape.conv_width, shape.channels), tensors.get("conv_bias"))
-    return ShortConv(config, number, loaded.linear("in_proj"), loaded.linear("out_proj"), weights)
-
-
-def _delta_net(loaded: _Loaded, config: DeltaNetConfig, number: int) -> DeltaNet:
-    tensors, eps = loaded.block.tensors, config.norm_eps or loaded.parts.config.norm_eps
-    conv = tensors["conv"].view(config.shape.conv_width, config.shape.channels)
-    own = conv, tensors["a_log"], tensors["dt_bias"], tensors["norm"]
-    weights = DeltaWeights(*own, config.beta_scale, eps, config.gate)
-    inside, gates, outside = (loaded.linear(name) for name in ("in_proj", "gates_proj", "out_proj"))
-    net = DeltaNet(config, number, inside, gates, outside, weights)
-    if config.rank is None:
-        return net
-    return replace(net, decay_proj=loaded.linear("decay_proj"), z_proj=loaded.linear("z_proj"))
-
-
-def _latent_attention(loaded: _Loaded, config: LatentAttentionConfig, number: int) -> LatentAttention:
-    tensors, eps = loaded.block.tensors, config.norm_eps
-    rotation = loaded.parts.config.rotations.index((config.rope, config.rotary_dim))
-    return LatentAttention(
-        config=config,
-        layer=number,
-        rotation=rotation,
-        in_proj=loaded.linear("in_proj"),
-        q_proj=loaded.linear("q_proj"),
-        k_up=loaded.linear("k_up"),
-        v_up=loaded.linear("v_up"),
-        o_proj=loaded.linear("o_proj"),
-        q_norm=None if config.query_rank is None else RMSNorm(tensors["q_norm"], eps),
-        latent_norm=RMSNorm(tensors["latent_norm"], eps),
-    )
-
-
-def _mamba2(loaded: _Loaded, config: Mamba2Config, number: int) -> Mamba2:
-    tensors, shape = loaded.block.tensors, config.shape
-    bias = tensors.get("conv_bias")
-    weights = Mamba2Weights(
-        conv=tensors["conv"].view(shape.conv_width, shape.channels),
-        conv_bias=tensors["conv"].new_zeros(shape.channels) if bias is None else bias,
-        a_log=tensors["a_log"],
-        dt_bias=tensors["dt_bias"],
-        d=tensors["d"],
-        norm=tensors.get("norm"),
-        least_step=config.least_step,
-        most_step=math.inf if config.most_step is None else config.most_step,
-        norm_is_gated=config.norm == "gated",
-        eps=loaded.parts.config.norm_eps,
-    )
-    inside, steps, outside = (loaded.linear(name) for name in ("in_proj", "steps_proj", "out_proj"))
-    return Mamba2(config, number, inside, steps, outside, weights)
-
-
-def _time_mix(loaded: _Loaded, config: Rwkv7TimeMixConfig, number: int) -> Rwkv7TimeMix:
-    tensors, shape = loaded.block.tensors, config.shape
-    names = ("removal_key", "rate_key", "bonus", "norm", "norm_bias")
-    eps = shape.head_dim * loaded.parts.config.norm_eps
-    own = {name: tensors[name] for name in names}
-    weights = TimeMixWeights(tensors["mixes"].view(-1, shape.features), **own, eps=eps)
-
-    def pair(name: str, activation: str | None = None) -> LowRankPair:
-        return LowRankPair(loaded.linear(f"{name}_down"), loaded.linear(f"{name}_up"), activation)
-
-    return Rwkv7TimeMix(
-        config,
-        number,
-        r_proj=loaded.linear("r_proj"),
-        k_proj=loaded.linear("k_proj"),
-        v_proj=loaded.linear("v_proj"),
-        decay=pair("w", "tanh"),
-        rate=pair("a"),
-        gate=pair("g", "sigmoid"),
-        value_gate=None if config.is_first else pair("v"),
-        o_proj=loaded.linear("o_proj"),
-        weights=weights,
-    )
+    return _LOADERS[type(config)](loaded, config, number)
 
 
 def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attention:
@@ -401,7 +332,7 @@ def _attention(loaded: _Loaded, config: AttentionConfig, number: int) -> Attenti
     return Attention(
         config=config,
         layer=number,
-        rotation=model.rotations.index((config.rope, config.rotary_dim)),
+        rotation=loaded.rotation(config.rope, config.rotary_dim),
         qkv_proj=loaded.linear("qkv_proj"),
         o_proj=loaded.linear("o_proj"),
         q_norm=loaded.head_norm("q_norm", config),

@@ -24,8 +24,8 @@ from localllm.layers.config import (
     RopeKind,
 )
 from localllm.models.architecture import LayerConfig, ModelConfig, NormPlacement, StoredDtype
-from localllm.models.block_layouts import mamba2_rows
 from localllm.models.fields import Fields, is_integer, is_number
+from localllm.models.mixer_layouts.mamba2 import mamba2_rows
 from localllm.models.rope_fields import (
     FULL,
     LINEAR,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from localllm.kernels.sizes import RWKV7_MIXED
 from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 from localllm.models.layout import BlockLayout, Matrix, Vector
+from localllm.models.mixer_layouts.around import Around, norm_vectors
 
-Norm = Callable[[str], tuple[Vector, ...]]  # the vectors of a norm, by its name in a checkpoint
 
-
-def rwkv7_block(layer: int, config: Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig, norm: Norm) -> BlockLayout:
+def layout(layer: int, config: Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig, around: Around) -> BlockLayout:
     """Return the block of a layer: a time mix and the channel mix behind it are one layer in a checkpoint."""
     stored = f"model.layers.{layer // 2}"
+    norm = partial(norm_vectors, "norm_in", config=around.model)
     if isinstance(config, Rwkv7TimeMixConfig):
         return BlockLayout(
             f"layers.{layer}.attention",
