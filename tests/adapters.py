@@ -43,8 +43,6 @@ def targets_of(model: Any) -> dict[str, Any]:
         if _BESIDE.search(name) or ("per_layer" in name.rpartition(".")[2] and "embed" in name):
             continue
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            if name.endswith("kv_b_proj"):  # of which adapters are refused
-                continue
             if is_mixture and name.endswith(_MLP):
                 parameters.append(f"{name}.weight")
             elif not (is_tied and name.endswith(_OUTER)):

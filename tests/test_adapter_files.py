@@ -64,12 +64,11 @@ def test_an_adapter_of_every_matrix_adds_what_peft_merges(family, tmp_path):
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     write_merged(merged, write_peft_adapter(adapter, write_checkpoint(base, family)), base)
     weights = assert_adds(base, merged, adapter)
-    # PEFT leaves out_proj of Mamba 2 alone, and changes of kv_b_proj are refused.
     config = load_config(base)
-    has_mamba = any(isinstance(mixer, Mamba2Config) for mixer in config.recurrents)
-    ends = (".k_up", ".v_up", *((".out_proj",) if has_mamba else ()))
     left_out = fused_weights(base, config).keys() - weights.sites.keys() - {"embed", "head"}
-    assert all(site.endswith(ends) for site in left_out)
+    if any(isinstance(mixer, Mamba2Config) for mixer in config.recurrents):  # PEFT leaves their out_proj alone
+        left_out = {site for site in left_out if not site.endswith(".out_proj")}
+    assert not left_out
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -643,12 +642,3 @@ def test_whatever_bytes_are_changed_it_is_read_or_refused_in_words(name, base, t
         except AdapterError:
             refused += 1
     assert refused > 100
-
-
-def test_a_change_of_what_heads_compute_apart_is_refused_by_name(tmp_path: Path) -> None:
-    write_peft_adapter(
-        tmp_path / "adapter", write_checkpoint(tmp_path / "base", "minicpm3"), target_modules=["kv_b_proj"]
-    )
-    with pytest.raises(AdapterError, match="kv_b_proj' is not supported") as raised:
-        read_adapter(tmp_path / "adapter", load_config(tmp_path / "base"))
-    assert "each head" in str(raised.value.why)

@@ -40,7 +40,7 @@ class AdaptableLayers:
         exact = [*_exact_layers(decoder)]
         layers = [*exact]
         for block in decoder.blocks:
-            layers += block.linears
+            layers += [*block.linears, *block.head_linears]
             layers += [] if block.per_layer_inputs is None else [block.per_layer_inputs.projection]
             layers += [] if block.altup is None else block.altup.linears
         widths = {layer.name: layer.out_features for layer in layers}

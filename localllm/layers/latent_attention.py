@@ -88,9 +88,9 @@ class LatentAttention:
         turning = rotate(turning.view(T, H, -1), *rotation)
         shared = rotate(kept[:, latent:].unsqueeze(1), *rotation)
         keys = torch.cat((self.latent_norm(kept[:, :latent]).unsqueeze(1), shared), dim=-1)
-        queries = torch.cat((by_head(self.k_up, plain.view(T, H, -1)), turning), dim=-1)
+        queries = torch.cat((adapted_by_head(self.k_up, plain.view(T, H, -1), batch), turning), dim=-1)
         mixed = self._mixed(queries, keys, batch)
-        return adapted(self.o_proj, by_head(self.v_up, mixed).flatten(1), batch)
+        return adapted(self.o_proj, adapted_by_head(self.v_up, mixed, batch).flatten(1), batch)
 
     def _mixed(self, queries: Tensor, keys: Tensor, batch: Batch) -> Tensor:
         """queries [T, H, D], keys [T, 1, D], which go to their pages -> [T, H, latent_dim]."""
@@ -105,6 +105,18 @@ class LatentAttention:
             options: dict[str, Any] = {"scale": self.config.scale, "window": self.config.window}
             mixed.append(paged_attention(queries[rows], pages, segment.past, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def adapted_by_head(linear: Linear, x: Tensor, batch: Batch) -> Tensor:
+    """As `by_head`, with the adapters of each row."""
+    y, heads = by_head(linear, x), x.shape[1]
+    for segment in batch.adapted_segments:
+        rows = slice(segment.begin, segment.end)
+        for each in segment.kv.adapters:
+            for part in each.adapter.parts_of(linear.name, x):  # of one head
+                head = part.first_row * heads // linear.out_features
+                y[rows, head] += ((x[rows, head] @ part.a.T) @ part.b.T * each.scale).to(y.dtype)
+    return y
 
 
 def by_head(linear: Linear, x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class CheckpointBlocks:
             of_experts = (experts.matrices(index) for index in range(experts.num_experts)) if experts else ()
             for matrix in itertools.chain(layout.matrices, *of_experts):
                 if (cut := _cut_of(self.checkpoint, matrix)) is not None:
-                    self.checkpoint.expect(*_cut_shape(matrix, cut))
+                    self.checkpoint.expect(f"{cut.stored}.weight", cut.shape(matrix))
                     continue
                 for name, rows in _stored_rows(self.checkpoint, matrix, "weight").items():
                     self.checkpoint.expect(name, (rows, matrix.in_features))
@@ -241,10 +241,8 @@ class CheckpointBlocks:
 
     def _cut_out(self, matrix: Matrix, cut: HeadCut) -> Tensor:
         """Return a matrix that consists of some rows of each head of another, fp32."""
-        name, shape = _cut_shape(matrix, cut)
-        whole = self.checkpoint.read(name, shape, torch_dtype("float32")).view(cut.heads, cut.rows, -1)
-        count = matrix.in_features if cut.transposes else matrix.out_features // cut.heads
-        own = whole[:, cut.first : cut.first + count]
+        whole = self.checkpoint.read(f"{cut.stored}.weight", cut.shape(matrix), torch_dtype("float32"))
+        own = whole.view(cut.heads, cut.rows, -1)[:, cut.first : cut.first + cut.count(matrix)]
         return (own.mT if cut.transposes else own).reshape(matrix.out_features, matrix.in_features)
 
     def _kept(self, matrix: Matrix, stored: Mapping[str, int], form: WeightFormat) -> dict[str, Tensor]:
@@ -393,7 +391,7 @@ def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | Non
     """Return the bytes that are held of a matrix while it is brought into a format, beside what is made of it."""
     N, K = matrix.out_features, matrix.in_features
     if checkpoint is not None and (cut := _cut_of(checkpoint, matrix)) is not None:
-        return ITEM_BYTES["float32"] * (math.prod(_cut_shape(matrix, cut)[1]) + N * K) + form.working_bytes(K)
+        return ITEM_BYTES["float32"] * (math.prod(cut.shape(matrix)) + N * K) + form.working_bytes(K)
     rows = {} if checkpoint is None else _stored_rows(checkpoint, matrix, "weight")
     in_pieces = checkpoint is None or all(map(checkpoint.comes_in_pieces, rows))
     if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
@@ -519,12 +517,6 @@ def _read_dtype(stored: Mapping[str, int], form: WeightLayout, checkpoint: Check
 def _cut_of(checkpoint: Checkpoint, matrix: Matrix) -> HeadCut | None:
     """Return where a matrix is that is not stored by itself."""
     return None if matrix.cut is None or checkpoint.has(f"{matrix.stored}.weight") else matrix.cut
-
-
-def _cut_shape(matrix: Matrix, cut: HeadCut) -> tuple[str, tuple[int, int]]:
-    """Return the name and the shape of the tensor that a matrix is cut out of."""
-    columns = matrix.out_features // cut.heads if cut.transposes else matrix.in_features
-    return f"{cut.stored}.weight", (cut.heads * cut.rows, columns)
 
 
 def _stored_rows(checkpoint: Checkpoint, matrix: Matrix, kind: str) -> Mapping[str, int]:

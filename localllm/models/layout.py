@@ -62,6 +62,15 @@ class HeadCut:
     first: int
     transposes: bool = False
 
+    def shape(self, matrix: Matrix) -> tuple[int, int]:
+        """Return the shape of the other matrix."""
+        columns = matrix.out_features // self.heads if self.transposes else matrix.in_features
+        return self.heads * self.rows, columns
+
+    def count(self, matrix: Matrix) -> int:
+        """Return how many of a head's rows there are this matrix's."""
+        return matrix.in_features if self.transposes else matrix.out_features // self.heads
+
 
 @dataclass(frozen=True)
 class Matrix:

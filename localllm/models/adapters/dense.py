@@ -37,6 +37,11 @@ class DenseDeltas:
         place = next(iter(self._places.find(name)), None)
         if place is None or place.site not in self._deltas:
             return None
+        if place.cut is not None:
+            whole = torch.zeros(place.shape)
+            for delta, _ in self._deltas[place.site]:
+                whole += (delta.b.float() * delta.scale) @ delta.a.float()
+            return whole if bool(whole.any()) else None
         matrix = place.matrix
         computed = torch.zeros(matrix.out_features, matrix.in_features)
         for delta, own in self._deltas[place.site]:

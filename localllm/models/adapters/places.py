@@ -11,7 +11,7 @@ from localllm.kernels.sizes import DeltaShape
 from localllm.layers.config import AttentionConfig, DeltaNetConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts
-from localllm.models.layout import EMBED, HEAD, BlockLayout, Experts, Matrix
+from localllm.models.layout import EMBED, HEAD, BlockLayout, Experts, HeadCut, Matrix
 
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens", "lm_head"
 _EXPERT = re.compile(r"(.+)\.(\d{1,5})\.\w+")
@@ -31,6 +31,17 @@ class MatrixPlace:
     first: int
     rows: int
     delta: DeltaShape | None = None
+
+    @property
+    def cut(self) -> HeadCut | None:
+        """Return how the site's matrix is cut out of the one that is stored; None where it is rows of that."""
+        return self.matrix.cut if self.matrix.cut is not None and self.names == (self.matrix.cut.stored,) else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of what is stored."""
+        cut = self.cut
+        return (self.rows, self.matrix.in_features) if cut is None else cut.shape(self.matrix)
 
 
 class MatrixPlaces:
@@ -96,7 +107,7 @@ class MatrixPlaces:
             for name, places in self._places.items()
             for place in places
             if place.matrix.role != "router"
-            and name in place.matrix.parts
+            and (name in place.matrix.parts or place.cut is not None)
             and (name == target or name.endswith(f".{target}"))
         )
 
@@ -109,3 +120,5 @@ def _places(site: str, matrix: Matrix, delta: DeltaShape | None) -> Iterator[tup
         first += rows
     if matrix.stored not in matrix.parts:
         yield matrix.stored, MatrixPlace(site, matrix, (matrix.stored,), 0, matrix.out_features, delta)
+    if matrix.cut is not None:
+        yield matrix.cut.stored, MatrixPlace(site, matrix, (matrix.cut.stored,), 0, matrix.out_features)

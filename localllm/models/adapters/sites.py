@@ -28,7 +28,7 @@ def weights_for(adapter: StoredAdapter, config: ModelConfig, name: str) -> Adapt
     have, or not in this size."""
     sites: dict[str, list[LowRank]] = defaultdict(list)
     for delta, place in placed(adapter, config):
-        sites[place.site].append(low_rank(delta, place, adapter, config))
+        sites[place.site] += low_ranks(delta, place, adapter, config)
     ordered = {site: tuple(sorted(parts, key=lambda part: part.first_row)) for site, parts in sorted(sites.items())}
     return AdapterWeights(name, _digest(ordered), ordered)
 
@@ -42,9 +42,23 @@ def placed(adapter: StoredAdapter, config: ModelConfig) -> Iterator[tuple[Weight
         if not found and not places.is_unread(delta.name):
             raise unknown_matrix(adapter.place, delta.name, delta.stored, adapter.base, config)
         for place in found:
-            if delta.shape != (wanted := (place.rows, place.matrix.in_features)):
+            if delta.shape != (wanted := place.shape):
                 raise _misfit(delta, wanted, adapter)
             yield delta, place
+
+
+def low_ranks(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, config: ModelConfig) -> Iterator[LowRank]:
+    """Yield what is added to a site's matrix, fp32, in the model's order of its rows: all at once, or of each head."""
+    if place.cut is None:
+        yield low_rank(delta, place, adapter, config)
+        return
+    own, cut, matrix = place.cut.count(place.matrix), place.cut, place.matrix
+    a, b = delta.a.float(), (delta.b.float() * delta.scale).view(cut.heads, cut.rows, -1)
+    _require_finite(b, delta, adapter, delta.scale)
+    rows = matrix.out_features // cut.heads
+    for head, part in enumerate(b[:, cut.first : cut.first + own]):
+        both = (part.T, a.T) if cut.transposes else (a, part)
+        yield LowRank(both[0].contiguous(), both[1].contiguous(), head * rows)
 
 
 def low_rank(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, config: ModelConfig) -> LowRank:
@@ -52,13 +66,7 @@ def low_rank(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, con
     numbers are too large for that."""
     scale = delta.scale * row_scales(place.matrix, place.first, place.rows)
     a, b = delta.a.float(), delta.b.float() * scale  # as PEFT computes: a scale that is rounded to bf16 is 0.4 % off
-    if not bool(torch.isfinite(b).all()):
-        what = f"{adapter.place}: the numbers of {show(delta.stored)} are too large"
-        raise AdapterError(
-            what,
-            why=f"multiplied by {float(torch.as_tensor(scale).max()):g} they are infinite in {b.dtype}",
-            fix=CHOOSE_ANOTHER,
-        )
+    _require_finite(b, delta, adapter, scale)
     if place.site == EMBED:  # a token chooses a column of a
         return LowRank(b.T.contiguous(), a.T.contiguous())
     order = row_order(place.matrix, place.names)
@@ -68,6 +76,13 @@ def low_rank(delta: WeightDelta, place: MatrixPlace, adapter: StoredAdapter, con
             return LowRank(a[:, _features(heads, place.delta.value_dim)].contiguous(), b, place.first)
         order = _with_value_heads(order, heads, place.matrix.name, place.delta)
     return _ordered(a, b, place, order)
+
+
+def _require_finite(b: Tensor, delta: WeightDelta, adapter: StoredAdapter, scale: float | Tensor) -> None:
+    if not bool(torch.isfinite(b).all()):
+        what = f"{adapter.place}: the numbers of {show(delta.stored)} are too large"
+        why = f"multiplied by {float(torch.as_tensor(scale).max()):g} they are infinite in {b.dtype}"
+        raise AdapterError(what, why=why, fix=CHOOSE_ANOTHER)
 
 
 def _ordered(a: Tensor, b: Tensor, place: MatrixPlace, order: Tensor | None) -> LowRank:

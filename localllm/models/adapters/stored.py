@@ -13,7 +13,6 @@ from torch import Tensor
 
 from localllm.errors import AdapterError, CheckpointError, Fixes, UnsupportedModelError, show
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_layouts import block_layouts
 from localllm.models.checkpoints.safetensors_file import allocate
 from localllm.quant.layouts import torch_dtype
 
@@ -123,12 +122,7 @@ def by_name(deltas: Iterable[WeightDelta], place: Path) -> dict[str, WeightDelta
 
 
 def unknown_matrix(place: Path, name: str, stored: str, base: str, config: ModelConfig) -> AdapterError:
-    """Return the error of an adapter of what the model does not have, or of what is computed head by head. stored: the
-    name in the file."""
-    cuts = (matrix.cut for layout in block_layouts(config) for matrix in layout.matrices)
-    if name in {cut.stored for cut in cuts if cut is not None}:
-        why = "its two parts are computed apart, each head by itself; adapters change the other matrices of the layer"
-        return unsupported(place, f"a change of {show(name)}", why)
+    """Return the error of an adapter of what the model does not have. stored: the name in the file."""
     why = f"it stores {show(stored)}, the model is a {config.model_type} of {config.num_layers} layers{made_for(base)}"
     return AdapterError(f"{place} changes {show(name)}, which the model does not have", why=why, fix=CHOOSE_ANOTHER)
 
