@@ -641,7 +641,7 @@ def test_a_hybrid_of_another_kind_is_refused(keys: dict[str, Any]) -> None:
         parse_config(HYBRID | keys, "a test's config")
 
 
-REFUSED = {
+NOT_SUPPORTED = {
     "latent experts": ("nemotron_h", {"moe_latent_size": 64, "layers_block_type": ["moe"]}, "moe_latent_size"),
     "an unknown letter": ("nemotron_h", {"hybrid_override_pattern": "M?"}, "'?'"),
     "no layer": ("nemotron_h", {"hybrid_override_pattern": ""}, "layers_block_type"),
@@ -658,9 +658,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", NOT_SUPPORTED)
 def test_what_a_model_with_mamba_2_cannot_be_is_refused_by_name(case: str) -> None:
-    family, own, named = REFUSED[case]
+    family, own, named = NOT_SUPPORTED[case]
     with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(named)):
         parse_config({"model_type": family, **own}, "config.json")
 

@@ -19,7 +19,8 @@ from localllm.gguf.ollama import as_llama_cpp
 from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
-_LISTS = (*HEAD_NORMS, ".ssm_a", ".ssm_d", ".ssm_norm.weight")  # of which some have two dimensions
+_LISTS = (*HEAD_NORMS, ".ssm_norm.weight")  # of which some have two dimensions, as have those with the names
+_OF_HEADS = (".ssm_a", ".ssm_d")
 _ROWS_BY_HEAD = (".attn_k_b.weight", ".attn_v_b.weight")
 _CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 
@@ -118,4 +119,5 @@ def _hf_shape(name: str, shape: Shape) -> Shape:
         return shape[0], 1, shape[1]
     if name.endswith(_ROWS_BY_HEAD) and len(shape) == 3:
         return math.prod(shape[:2]), shape[2]
-    return (math.prod(shape),) if any(part in name for part in _LISTS) else shape
+    is_list = name.endswith(_OF_HEADS) or any(part in name for part in _LISTS)
+    return (math.prod(shape),) if is_list else shape

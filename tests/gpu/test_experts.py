@@ -417,7 +417,7 @@ def test_a_place_that_no_load_of_128_bits_can_read_is_refused() -> None:
         RecordMatrix(matrix, 0, 24)
 
 
-TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), (SILU,), (RouterConfig("softmax", 9, 2),))
+TINY = check_cases.CheckSizes(20, 64, (1, 2), (64,), (), glus=(SILU,), routers=(RouterConfig("softmax", 9, 2),))
 
 
 @pytest.mark.parametrize("weights", every_other([INT4, INT8, *CODED[2:4]]), ids=attrgetter("name"))

@@ -42,7 +42,7 @@ def loaded(folder: Path, weights: str, kv: str, family: str = "glm4_moe_lite", l
 CASES = [
     ("glm4_moe_lite", "int4-g32", "int8", 0.02),
     ("deepseek_v2", "fp32", "bf16", EXACT),
-    ("deepseek_v2", "int4-g32", "int4", 0.02),
+    ("deepseek_v2", "int4-g32", "int4", 0.03),
     ("glm4_moe_lite", "fp32", "bf16", EXACT),
 ]
 

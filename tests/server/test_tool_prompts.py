@@ -40,7 +40,7 @@ CASES = {
     "Qwen/Qwen3.5-4B": "qwen-xml",
     "zai-org/GLM-5.1": "glm-line",
     "moonshotai/Kimi-K2-Thinking": "kimi",
-    "openbmb/MiniCPM3-4B": "generic",  # whose calls are of another form
+    "openbmb/MiniCPM3-4B": "minicpm",
 }
 Find = Callable[[str], ChatTemplate]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

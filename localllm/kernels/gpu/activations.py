@@ -78,6 +78,10 @@ def activated(gate, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         positive = tl.where(gate < 0, 0.0, gate)
         y = positive * positive
+    elif ACTIVATION == "sigmoid":
+        y = 1 / (1 + tl.exp(-gate))
+    elif ACTIVATION == "tanh":
+        y = 1 - 2 / (tl.exp(2 * gate) + 1)
     else:
         # tanh(u) = 1 - 2 / (exp(2 u) + 1): exact at both ends, where exp is 0 or infinite
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
