@@ -35,7 +35,28 @@ MODELS = (
     "qwen3-30b-a3b",
     "qwen3.5-4b",
     "gpt-oss-20b",
-)  # shapes that all sides know
+    "glm-4.7-flash",
+    "lfm2-1.2b",
+    "granite-4.0-h-micro",
+    "falcon-h1-0.5b",
+    "rwkv7-1.5b",
+)  # shapes that localllm and llama.cpp know
+# RWKV-7 "Goose" World of 1.5 billion weights, by the keys of flash-linear-attention.
+RWKV7: Mapping[str, Any] = {
+    "model_type": "rwkv7",
+    "vocab_size": 65536,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "decay_low_rank_dim": 96,
+    "a_low_rank_dim": 96,
+    "v_low_rank_dim": 64,
+    "gate_low_rank_dim": 256,
+    "norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30
@@ -44,6 +65,8 @@ SCHEMA_VERSION = 1
 PAGE = DOCS / "internals" / "peers.md"
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.peers` -->", "<!-- end of the tables -->"
 SPINNING_SHARE = 0.02  # of a core, by all waiting sides: above it one side disturbs another
+_PER_LAYER = {"layer_types", "layers_block_type", "mlp_layer_types"}
+_NUMBERS_OF_LAYERS = {"full_attn_idxs"}
 _USABLE_SHARE = 0.95  # of what is free
 GEN_TOKENS, FEW_TOKENS = 64, 16  # few: of the side that takes an eighth of a second for each
 
@@ -149,16 +172,28 @@ def contenders(arguments: argparse.Namespace, shape: dict[str, Any], directory: 
     ]
 
 
+def shape_of(model: str) -> dict[str, Any]:
+    return {**shipped_shapes(), "rwkv7-1.5b": dict(RWKV7)}[model]
+
+
 def num_weights(shape: Mapping[str, Any]) -> int:
     return sum(layout.num_weights for layout in block_layouts(parse_config(shape, "the benchmark's shape")))
+
+
+def cut_to(shape: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return the shape of the first layers."""
+    cut = {**shape, "num_hidden_layers": layers}
+    for key in _PER_LAYER & shape.keys():
+        cut[key] = shape[key][:layers]
+    for key in _NUMBERS_OF_LAYERS & shape.keys():
+        cut[key] = [number for number in shape[key] if number < layers]
+    return cut
 
 
 def fitting(arguments: argparse.Namespace, shape: Mapping[str, Any], free_bytes: int) -> dict[str, Any]:
     """Return the shape with as many of its layers as both localllm and llama.cpp have memory for beside each other."""
     for layers in range(shape["num_hidden_layers"], 0, -1):
-        cut = {**shape, "num_hidden_layers": layers}
-        if "layer_types" in shape:
-            cut["layer_types"] = shape["layer_types"][:layers]
+        cut = cut_to(shape, layers)
         sides = contenders(arguments, cut, Path())
         if sum(side.needed_bytes for side in sides if side.name in (OURS, LLAMA)) <= free_bytes:
             return cut
@@ -253,7 +288,7 @@ def _turns(match: Match, task: Task) -> Iterator[tuple[Figure, float]]:
 
 def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Measure all sides on one shape; the object that the results keep of it. Raises UnavailableError: localllm's."""
-    whole = shipped_shapes()[model]
+    whole = shape_of(model)
     shape = fitting(arguments, whole, int(psutil.virtual_memory().available * _USABLE_SHARE))
     tasks = [
         Task("prefill", tokens=arguments.prompt_tokens),
@@ -291,9 +326,9 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def kv_bytes(shape: Mapping[str, Any]) -> int:
-    """Bytes of one position in all layers, with keys and values of 16 bits, as all sides store them."""
+    """Bytes of one position in all layers, with keys and values, or latents, of 16 bits, as all sides store them."""
     config = parse_config(shape, "the benchmark's shape")
-    return sum(2 * each.num_heads * each.head_dim * 2 for each in config.kv_shapes)
+    return sum(2 * each.num_heads * each.head_dim * (1 if each.latent_dim else 2) for each in config.kv_shapes)
 
 
 def table(model: str, result: Mapping[str, Any]) -> str:

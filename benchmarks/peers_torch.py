@@ -93,18 +93,24 @@ class Transformers:
             ) from error
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
-        config = transformers.AutoConfig.for_model(**shape)
+        try:
+            config = transformers.AutoConfig.for_model(**shape)
+        except ValueError as error:
+            raise UnavailableError(f"transformers does not know the model type {shape['model_type']}") from error
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model = model.to_empty(device="cpu").eval()
+        self.model.tie_weights()  # which are two matrices since
         for parameter in self.model.parameters():
             parameter.data.normal_(std=0.02)
-        # `to_empty` leaves the rotary buffers without values; they are not parameters, and are made anew.
-        self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)
-        sizes = {name: parameter.nbytes for name, parameter in self.model.named_parameters()}
+        # `to_empty` leaves buffers without values: those of RoPE are made anew, others change no choice of experts.
+        for buffer in self.model.buffers():
+            buffer.zero_()
+        if rotary := getattr(self.model.model, "rotary_emb", None):
+            self.model.model.rotary_emb = type(rotary)(config)
         return {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            "weight_bytes_per_token": sum(sizes.values()) - sizes["model.embed_tokens.weight"],
+            "weight_bytes_per_token": _read_bytes(self.model),
         }
 
     @torch.inference_mode()
@@ -132,6 +138,18 @@ class Transformers:
 
     def _prompt(self, tokens: int) -> torch.Tensor:
         return torch.randint(0, self.model.config.vocab_size, (1, tokens))
+
+
+def _read_bytes(model: Any) -> int:
+    """Return the bytes of the parameters that a token reads: of experts those of a token; of the embedding none, unless
+    it is the head."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        if parameter is model.get_input_embeddings().weight and not model.config.tie_word_embeddings:
+            continue
+        chosen = model.config.num_experts_per_tok / len(parameter) if ".experts." in name else 1
+        total += int(parameter.nbytes * chosen)
+    return total
 
 
 class _Clock:

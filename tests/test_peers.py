@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,16 @@ from benchmarks.measure import known, with_section
 from benchmarks.peers import (
     BEGIN,
     END,
+    MODELS,
     Contender,
     Figure,
     Match,
     Task,
+    cut_to,
+    kv_bytes,
     num_weights,
     play,
+    shape_of,
     summary,
     table,
     tables,
@@ -159,16 +164,69 @@ TOY = {
 }  # fmt: skip
 
 
-def test_localllm_and_transformers_answer_as_sides_and_read_all_but_the_embedding() -> None:
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64}
+_LATENTS = {
+    "num_attention_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}  # fmt: skip
+_RANKS = {"decay_low_rank_dim": 32, "a_low_rank_dim": 32, "v_low_rank_dim": 64, "gate_low_rank_dim": 96}
+_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+# What makes the shapes small that have other mixers than attention alone, two layers of each.
+SMALLER = {
+    "glm-4.7-flash": {"intermediate_size": 512, **_LATENTS, **_EXPERTS},
+    "lfm2-1.2b": {"block_ff_dim": 700, "full_attn_idxs": [1], **_HEADS},
+    "granite-4.0-h-micro": {
+        "shared_intermediate_size": 512, "layer_types": ["mamba", "attention"], **_HEADS, **_MAMBA2,
+    },
+    "falcon-h1-0.5b": {"intermediate_size": 512, "mamba_d_ssm": 512, **_HEADS, **_MAMBA2},
+    "rwkv7-1.5b": {"intermediate_size": 512, **_RANKS},
+}  # fmt: skip
+
+
+def small(model: str) -> dict[str, object]:
+    common = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    return {**shape_of(model), **common, **SMALLER[model]}
+
+
+def read_weights(shape: dict[str, object]) -> int:
+    """All weights but those of an embedding that is not the head's."""
+    is_tied = shape.get("tie_word_embeddings", shape["model_type"] == "lfm2")
+    return num_weights(shape) - (0 if is_tied else 320 * 256)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [TOY, *map(small, ("lfm2-1.2b", "granite-4.0-h-micro", "falcon-h1-0.5b"))],
+    ids=lambda each: each["model_type"],
+)
+def test_localllm_and_transformers_answer_as_sides_and_read_all_but_the_embedding(shape: dict[str, object]) -> None:
     from benchmarks.peers_torch import Localllm, Transformers
 
     threads = torch.get_num_threads()
     for side, options in (Localllm(), {"weights": "bf16", "context": 128}), (Transformers(), {}):
-        facts = side.load(shape=TOY, threads=threads, **options)
+        facts = side.load(shape=shape, threads=threads, **options)
         # localllm keeps its norms in fp32, transformers in bf16.
-        assert facts["weight_bytes_per_token"] == pytest.approx(2 * (num_weights(TOY) - 320 * 256), rel=0.01)
+        assert facts["weight_bytes_per_token"] == pytest.approx(2 * read_weights(shape), rel=0.01)
         assert side.prefill(tokens=16) > 0
         assert side.decode(tokens=4, depth=16) > 0
+
+
+def test_transformers_reads_the_experts_of_a_token() -> None:
+    from benchmarks.peers_torch import Transformers
+
+    shape = small("glm-4.7-flash")
+    facts = Transformers().load(shape=shape, threads=torch.get_num_threads())
+    others = 6 * 3 * 128 * 256  # of eight experts
+    assert facts["weight_bytes_per_token"] == pytest.approx(2 * (read_weights(shape) - others), rel=0.01)
+
+
+def test_without_a_family_of_transformers_its_side_says_so() -> None:
+    from benchmarks.peers_protocol import UnavailableError
+    from benchmarks.peers_torch import Transformers
+
+    with pytest.raises(UnavailableError, match="model type rwkv7"):
+        Transformers().load(shape=small("rwkv7-1.5b"), threads=1)
 
 
 def test_the_random_gguf_file_holds_every_tensor_in_its_type(tmp_path: Path) -> None:
@@ -208,6 +266,82 @@ def test_the_random_gguf_file_of_a_mixture_has_each_matrix_for_all_experts(tmp_p
     assert facts["weight_bytes_per_token"] == rest + experts // 4
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_the_gguf_file_of_each_shape_has_the_tensors_of_its_architecture_and_the_weights_of_the_model(
+    model: str,
+) -> None:
+    gguf = pytest.importorskip("gguf", reason="comes with the extra `peers`")
+    from benchmarks.peers_architectures import architecture
+    from benchmarks.peers_gguf import model_tensors
+
+    shape = cut_to(shape_of(model), 7)
+    names = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[names[architecture(shape).name]]}
+    tensors = list(model_tensors(shape, "Q6_K"))
+    stems = {re.sub(r"\.(weight|bias)$", "", tensor.name) for tensor in tensors}
+    assert {re.sub(r"^blk\.\d+\.", "blk.{bid}.", stem) for stem in stems} <= known
+    assert {int(stem.split(".")[1]) for stem in stems if stem.startswith("blk.")} == set(range(7))
+    weights = sum(math.prod(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)
+    assert weights == pytest.approx(num_weights(shape), rel=0.005)
+
+
+@pytest.mark.parametrize("mix", every_other(["Q4_0", "Q4_K_M"]))
+@pytest.mark.parametrize("model", SMALLER)
+def test_llama_cpp_computes_the_file_of_each_mixer(model: str, mix: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="comes with the extra `peers`")
+    from benchmarks.peers_llama import LlamaCpp
+
+    side = LlamaCpp()
+    side.load(shape=small(model), threads=1, directory=str(tmp_path), mix=mix)
+    for flash in (False, True):
+        assert side.prefill(tokens=40, flash=flash) > 0
+        assert side.decode(tokens=4, depth=32, flash=flash) > 0
+
+
+@pytest.mark.parametrize("mix", every_other(["Q4_K_M", "Q4_0"]))
+@pytest.mark.parametrize("model", [model for model in SMALLER if model != "rwkv7-1.5b"])
+def test_localllm_computes_the_file_of_each_mixer(
+    model: str, mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf", reason="comes with the extra `peers`")
+    from benchmarks.peers_gguf import write_random
+    from benchmarks.peers_torch import Localllm
+
+    monkeypatch.setenv("LOCALLLM_CACHE", "")  # the side sets it
+    shape, side = small(model), Localllm()
+    facts = write_random(tmp_path / "toy.gguf", shape, "Q6_K", mix)
+    own = side.load(shape=shape, threads=1, weights="", context=128, file=str(tmp_path / "toy.gguf"))
+    assert own["weight_bytes_per_token"] == pytest.approx(facts["weight_bytes_per_token"], rel=0.25)
+    assert side.decode(tokens=4, depth=16) > 0
+
+
+def test_what_stays_of_a_shape_in_fp32_and_fp16_is_what_llama_quantize_keeps() -> None:
+    pytest.importorskip("gguf", reason="comes with the extra `peers`")
+    from benchmarks.peers_gguf import model_tensors
+
+    tensors = [tensor for model in SMALLER for tensor in model_tensors(small(model), "Q6_K") if len(tensor.shape) > 1]
+    kept = {
+        kind: {re.sub(r"^blk\.\d+\.", "", tensor.name) for tensor in tensors if tensor.type.name == kind}
+        for kind in ("F32", "F16", "Q6_K")
+    }
+    assert kept["F32"] == {
+        "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight",
+        "time_mix_lerp_fused.weight", "time_mix_w1.weight", "time_mix_w2.weight",
+    }  # fmt: skip
+    assert kept["F16"] == {f"time_mix_{part}{number}.weight" for part in "avg" for number in (1, 2)}
+    assert kept["Q6_K"] == {"token_embd.weight", "output.weight"}
+
+
+def test_rows_that_blocks_of_256_do_not_divide_have_smaller_blocks() -> None:
+    pytest.importorskip("gguf", reason="comes with the extra `peers`")
+    from benchmarks.peers_gguf import model_tensors
+
+    types = {tensor.name: tensor.type.name for tensor in model_tensors(small("glm-4.7-flash"), "Q6_K", "Q4_K_M")}
+    assert types["blk.0.attn_k_b.weight"] == "Q5_0"
+    assert types["blk.0.ffn_down.weight"] == "Q4_K"
+    assert types["blk.1.ffn_down_exps.weight"] == "Q8_0"
+
+
 def test_a_shape_that_is_too_large_loses_layers_until_both_sides_have_room() -> None:
     arguments = peers.parse_arguments([])
     cut = peers.fitting(arguments, MIXTURE | {"num_hidden_layers": 40}, 2 * peers.GIB + (20 << 20))
@@ -237,4 +371,18 @@ def test_the_page_shows_the_results_that_are_kept() -> None:
 def test_the_weights_of_a_shape_are_counted_as_the_model_counts_them() -> None:
     tinyllama = peers.shipped_shapes()["tinyllama-1.1b"]
     assert num_weights(tinyllama) == 1_099_956_224  # its 1,100,048,384 parameters without the norms'
-    assert peers.kv_bytes(tinyllama) == 22 * 4 * 64 * 2 * 2
+    assert kv_bytes(tinyllama) == 22 * 4 * 64 * 2 * 2
+
+
+def test_only_layers_that_attend_keep_something_of_a_token_and_latents_are_keys_and_values_at_once() -> None:
+    assert kv_bytes(shape_of("glm-4.7-flash")) == 47 * (512 + 64) * 2
+    assert kv_bytes(shape_of("lfm2-1.2b")) == 6 * 8 * 64 * 2 * 2
+    assert kv_bytes(shape_of("granite-4.0-h-micro")) == 4 * 8 * 64 * 2 * 2
+    assert kv_bytes(shape_of("falcon-h1-0.5b")) == 36 * 2 * 64 * 2 * 2
+    assert kv_bytes(shape_of("rwkv7-1.5b")) == 0
+
+
+def test_the_lists_of_a_shape_are_cut_with_its_layers() -> None:
+    assert cut_to(shape_of("lfm2-1.2b"), 6)["full_attn_idxs"] == [2, 5]
+    assert cut_to(shape_of("granite-4.0-h-micro"), 6)["layer_types"] == ["mamba"] * 5 + ["attention"]
+    assert cut_to({"mlp_layer_types": ["dense", "sparse"]}, 1)["mlp_layer_types"] == ["dense"]
