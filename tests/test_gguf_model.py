@@ -155,8 +155,7 @@ def test_a_gguf_model_computes_what_transformers_computes_with_its_weights(famil
     kept = Engine.load(files, EngineConfig(device="cpu"))
     assert kept.weights.startswith("kept-")
     likeness = torch.nn.functional.cosine_similarity(logits(kept, ids), expected, dim=1)
-    # Activations are in INT8, and a router may choose another expert: of random latents more often.
-    assert float(likeness.median()) > (0.98 if family == "deepseek_v3" else 0.99)
+    assert float(likeness.median()) > 0.99  # activations are in INT8, and a router may choose another expert
 
 
 @pytest.mark.parametrize("family", AS_STORED)

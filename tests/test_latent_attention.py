@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -127,6 +128,22 @@ def test_tiles_give_the_bits_of_dot_products(name: str, monkeypatch: pytest.Monk
         monkeypatch.undo()
 
 
+@every_isa
+def test_what_others_get_beside_a_token_that_takes_half_is_not_rounded_away(isa: Isa) -> None:
+    latent, past = 64, 250
+    segments = placed(KV_FORMATS["int8"], (1, latent, 32), [(past, 1)])
+    pages = segments[0].kv.layer(1, past, 1)
+    first = kv_page.load(pages.dense, pages.pages[0][None])[0][0, 0]  # rotated, as it is kept
+    sink = kv_page.rotated(first)
+    queries = (sink * (math.log(past) / (SCALE * sink @ sink)))[None, None]
+    keys = random(1, 1, latent + 32, seed=1)
+    found = native(isa, segments, queries, keys, latent)
+    expected = paged_attention.paged_attention(queries, pages, past, scale=SCALE)
+    others = expected - 0.5 * sink[:latent]
+    assert others.norm() < 0.5 * expected.norm()
+    assert (found - expected).norm() < 0.02 * others.norm()
+
+
 @native_isa
 def test_what_is_not_finite_stays_so(isa: Isa) -> None:
     segments = placed(KV_FORMATS["int8"], SHAPES[0], [(100, 2)])
@@ -179,8 +196,9 @@ def test_native_steps_compute_what_operators_do(engine: Engine, monkeypatch: pyt
     found = logits(engine, ids, 150)
     assert torch.equal(logits(engine, ids, 1, 88, *[1] * 60, 1), found)
     monkeypatch.setattr(engine.runner, "cpu_program", None)
-    error = (logits(engine, ids, 150) - found).norm() / found.norm()
-    assert error < 0.2  # of bf16 beside INT8 activations; as much as of a Llama of this size
+    errors = (logits(engine, ids, 150) - found).norm(dim=-1) / found.norm(dim=-1)
+    # Of bf16 beside INT8 activations. The mean would count tokens for which these choose another expert: half of it.
+    assert errors.median() < 0.13
 
 
 def test_a_batch_is_each_alone_whatever_is_cached(engine: Engine) -> None:

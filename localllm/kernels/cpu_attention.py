@@ -74,7 +74,7 @@ class MixState:
     def __init__(self, k: Kernel, head_dim: int, rows: int) -> None:
         self.k, self.vectors, self.rows = k, head_dim // LANES, rows
         self.mixed = k.stack(F32V, rows * self.vectors)
-        self.peaks, self.totals = k.stack(F32, rows), k.stack(F32, rows)
+        self.peaks, self.totals = (k.stack(F32V, -(-rows // LANES)) for _ in range(2))
 
     def clear(self) -> None:
         k = self.k

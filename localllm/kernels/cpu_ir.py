@@ -253,8 +253,9 @@ class Kernel:
     def lane(self, vector: Value, index: int) -> Value:
         return self.emit(_element(vector.kind), f"extractelement {vector.kind} {vector.text}, i32 {index}")
 
-    def prefetch(self, pointer: Value) -> None:
-        reads, stays_close, data = (self.constant(I32, n) for n in (0, 3, 1))
+    def prefetch(self, pointer: Value, closeness: int = 3) -> None:
+        """closeness: 3 for the first-level cache, 2 for the second."""
+        reads, stays_close, data = (self.constant(I32, n) for n in (0, closeness, 1))
         self.call("void", "llvm.prefetch.p0", pointer, reads, stays_close, data)
 
     def stack(self, kind: str, count: int = 1) -> Value:

@@ -25,7 +25,7 @@ from localllm.kernels.cpu_rope import TOKEN_BYTES, rotated_features
 from localllm.kernels.kv_page import INT4_ZERO, LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-ROWS = (LANES, 2 * LANES)  # of a task: more share each number that is read, but their queries leave the caches
+ROWS = (16, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
 
 
 def place_source(dense: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Kernel:
@@ -105,7 +105,7 @@ def attention_source(isa: Isa, dense: LatentLayout, coded: LatentLayout | None, 
     """
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
-    task = _Task(k, isa, dense, coded, rows // LANES)
+    task = _Task(k, isa, dense, coded, -(-rows // LANES))
     # Dealt out one by one: the later a token, the more keys it sees.
     with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))

@@ -1,10 +1,11 @@
 """Multi-head latent attention over coded KV pages by products of bytes: what `cpu_latent` computes in fp32.
 
 A row is one query head of one token. Its query is INT8, one scale for what meets the latents and one for what meets the
-shared key; so are a token's codes, so that a score is two whole numbers and their scales. Weights become bytes in runs
-of RUN_PAGES, times the scales of the latents that they multiply, and their largest 255. Pages are read as they are; of
-INT4 ones twice a code less 15 is a byte. Products of weights need four tokens side by side, not four features: a run's
-latents are turned round once a task, on their way through the caches.
+shared key; so are a token's codes, so that a score is two whole numbers and their scales. A weight, times the scale of
+the latent that it multiplies, becomes 16 bits in two bytes: in one, all that a token gets beside one that takes half of
+the attention would be rounded away. Pages are read as they are; of INT4 ones twice a code less 15 is a byte. Products
+of weights need four tokens side by side, not four features: latents are turned round on their way, 16 features of a
+run of pages at a time.
 
 Where a CPU has tiles (AMX), one instruction multiplies 16 rows with 16 tokens or features, 64 bytes each. It gives the
 same whole numbers as dot products of four bytes, and so the same bits.
@@ -13,13 +14,14 @@ same whole numbers as dot products of four bytes, and so the same bits.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
 from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, MixState, part_floats, write_row
-from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, Variable, vector_of
+from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_matmul import SIGN_BITS
@@ -29,10 +31,15 @@ from localllm.kernels.cpu_tiles import Tiles
 from localllm.kernels.kv_page import LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-RUN_PAGES = 4  # whose weights share a scale, and whose products are added up before they become floats
-BLOCK_BYTES = 64  # of a row that one product of tiles takes
+RUN_PAGES = 4  # whose weights share a peak, and whose products are added up before they become floats
 RUN_TOKENS = RUN_PAGES * PAGE_TOKENS
+STEP_TOKENS = 2 * LANES  # that all rows' queries are multiplied with at once
+BLOCK_BYTES = 64  # of a row that one product of tiles takes
 NIBBLES = 0x0F0F0F0F
+MOST_WEIGHT = 65535.0
+# The bits of a float, as a number, are its logarithm but for 0.086 at most: what makes them an upper bound of it.
+LOG_STEP = math.log(2) / (1 << 23)
+LOG_BIAS = (0.0861 - 127) * math.log(2)
 
 
 def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Kernel:
@@ -41,18 +48,21 @@ def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
     task = _Task(k, isa, own, coded, rows, Tiles(k) if has_tiles else None)
-    with task.tiles_set_up(), k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
+    with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         # Dealt out one by one: the later a token, the more keys it sees.
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
         with k.range(task.first_section, task.end_section) as section:
             task.section.clear()
             with task.runs(section) as (first_page, end_page, run_page):
+                task.forget_scores()
                 with k.range(first_page, end_page) as page:
                     task.score(page, page - run_page)
-                task.soften(run_page, first_page, end_page)
+                task.soften(first_page - run_page, end_page - run_page)
                 task.mix(first_page - run_page, end_page - run_page)
             task.whole.merge(task.section)
         task.finish()
+    if task.tiles is not None:
+        task.tiles.release()
     return k
 
 
@@ -64,42 +74,47 @@ class _Task:
     ) -> None:
         self.k, self.isa, self.own_layout, self.coded, self.R, self.tiles = k, isa, own, coded, rows, tiles
         self.latent, self.vectors = own.latent_dim, own.latent_dim // LANES
+        self.row_vectors = -(-rows // LANES)
+        padded = self.row_vectors * LANES
         # Of features that share a scale, in blocks of bytes that one product of tiles takes.
         self.latent_blocks, shared_blocks = (-(-features // BLOCK_BYTES) for features in own.runs)
         self.num_blocks = self.latent_blocks + shared_blocks
-        self.queries = self._bytes(self.num_blocks * rows * BLOCK_BYTES)  # [blocks, R, 64], zeros where a block ends
+        self.queries = self._bytes(self.num_blocks * padded * BLOCK_BYTES)  # [blocks, R, 64], zeros where a block ends
+        self.query_block_bytes = padded * BLOCK_BYTES
         self.shared = self._bytes(shared_blocks * BLOCK_BYTES * PAGE_TOKENS)
         self.query_scales, self.query_offsets = k.stack(F32, 2 * rows), k.stack(I32, 2 * rows)  # [2, R]
         self.query = k.stack(F32, own.head_dim)
-        # Of an INT4 page, [D / 4, 64, 4], and a block more, which queries of zeros are multiplied with.
-        self.unpacked = self._bytes((own.head_dim + BLOCK_BYTES) * PAGE_TOKENS)
-        self.scales = k.stack(F32V, 2 * RUN_TOKENS // LANES)  # [2, tokens of a run]
+        self.codes = k.stack(PTR, RUN_PAGES)  # of each page of a run, bytes [D / 4, 64, 4]
+        self.later = k.stack(PTR, RUN_PAGES)  # the pages that will be read in their places
+        # Of INT4 pages, and a block more, which queries of zeros are multiplied with.
+        self.unpacked_bytes = (own.head_dim + BLOCK_BYTES) * PAGE_TOKENS
+        self.unpacked = self._bytes(RUN_PAGES * self.unpacked_bytes if coded.keys == "int4" else 0)
+        self.scales = k.stack(F32V, 2 * PAGE_TOKENS // LANES)  # [2, tokens of a page]
+        self.bounds = k.stack(F32V, PAGE_TOKENS // LANES)  # of the logarithms of the latents' scales
+        self.steps = k.stack(F32V, RUN_TOKENS // LANES)  # what makes a weight a whole number
+        self.score_sums = k.stack(I32V, 4 * padded * STEP_TOKENS // LANES)  # [2 runs, 2 halves, R, 32]
         self.scores = k.stack(F32V, rows * RUN_TOKENS // LANES)  # [R, tokens of a run]
-        self.weights = self._bytes(rows * RUN_TOKENS)  # likewise
-        self.values = self._bytes(RUN_TOKENS * self.latent)  # [pages, latent / 16, 16, 16, 4]: four tokens side by side
-        self.sums = k.stack(I32V, 4 * LANES)  # of up to four products
-        self.shrinks, self.factors = k.stack(F32, rows), k.stack(F32, rows)
+        self.highest = k.stack(F32V, rows)  # of the scores that a lane has had in this run, and their bounds
+        self.weights = self._bytes(2 * padded * RUN_TOKENS)  # [R, 2, tokens of a run], the high byte first
+        self.values = self._bytes(2 * RUN_TOKENS * LANES)  # [2, tokens / 4, 16 features, 4]
+        self.mix_sums = k.stack(I32V, 2 * 2 * padded)  # [2, R, 2, 16]
+        # Of a run: each row's peak, the sum of its weights, what multiplies what was mixed before, and its products.
+        self.peaks, self.totals, self.shrinks, self.factors = (k.stack(F32V, self.row_vectors) for _ in range(4))
         self.section, self.whole = MixState(k, self.latent, rows), MixState(k, self.latent, rows)
         self.lows, self.highs = k.stack(I64, rows), k.stack(I64, rows)  # the keys that a row sees, both included
+        with k.range(k.i64(0), k.i64(self.num_blocks * self.query_block_bytes), 64) as at:
+            self.queries.at(at).store(k.constant(I32V, 0), 64)
 
     def _bytes(self, count: int) -> Value:
         """A pointer to room for so many."""
         return self.k.stack(I32V, -(-count // 64))
 
-    @contextmanager
-    def tiles_set_up(self) -> Iterator[None]:
-        if self.tiles is not None:
-            self.tiles.configure()
-            with self.k.range(self.k.i64(0), self.k.i64(self.num_blocks * self.R * BLOCK_BYTES), 64) as at:
-                self.queries.at(at).store(self.k.constant(I32V, 0), 64)
-        yield
-        if self.tiles is not None:
-            self.tiles.release()
-
     def start(self, task: Value) -> None:
         k, a = self.k, self.k.arg
         words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, self.rows, self.first_section, self.end_section, self.part = words
+        if self.tiles is not None:
+            self.tiles.configure(self._second_rows())
         with k.range(k.i64(0), self.rows) as r:
             token, head = self._row(r)
             position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
@@ -107,14 +122,23 @@ class _Task:
             self.lows.at(r * 8).store(position - k.smaller(a.window - 1, position), 8)
             self._take_query(r, token, head)
         self.whole.clear()
-        self.first_key, self.last_key = self.lows.load(I64, 8), self.highs.at((self.rows - 1) * 8).load(I64, 8)
+        last = (self.rows - 1) * 8
+        self.first_key, last_low = self.lows.load(I64, 8), self.lows.at(last).load(I64, 8)
+        first_high, self.last_key = self.highs.load(I64, 8), self.highs.at(last).load(I64, 8)
+        # Pages of which all rows see all: from the first of them to the last but one.
+        self.whole_from, self.whole_to = (last_low + (PAGE_TOKENS - 1)) / PAGE_TOKENS, (first_high + 1) / PAGE_TOKENS
         self.own_page = self.last_key / PAGE_TOKENS
-        token = a.tokens.at(self.first_token_of_rows() * TOKEN_BYTES)
+        token = a.tokens.at(self._row(k.i64(0))[0] * TOKEN_BYTES)
         self.pages, own = token.load(PTR, 8), token.at(8).load(PTR, 8)
         self.own = own.at(a.layer * token.at(16).load(I64, 8))
 
-    def first_token_of_rows(self) -> Value:
-        return self._row(self.k.i64(0))[0]
+    def _second_rows(self) -> Value:
+        """The rows of the second tiles: of queries those beyond 16, of weights, two for a row, those beyond 32."""
+        k = self.k
+        queries, weights = self.rows - LANES, self.rows * 2 - 2 * LANES
+        most = weights.compare("sgt", queries).choose(weights, queries)
+        most = most.compare("sgt", 1).choose(most, k.i64(1))
+        return k.smaller(most, k.i64(LANES))
 
     def _row(self, r: Value) -> tuple[Value, Value]:
         """Token and query head of row r."""
@@ -143,7 +167,7 @@ class _Task:
             offset = cpu_math.total(k, total) * -128
             self.query_offsets.at(r * 4).at(4 * self.R * run).store(offset)
             for i, code in enumerate(codes):
-                place = (block + LANES * i // BLOCK_BYTES) * self.R * BLOCK_BYTES + LANES * i % BLOCK_BYTES
+                place = (block + LANES * i // BLOCK_BYTES) * self.query_block_bytes + LANES * i % BLOCK_BYTES
                 self.queries.at(r * BLOCK_BYTES).at(place).store(code.convert("trunc", cpu_kv.BYTES), 1)
             block = self.latent_blocks
 
@@ -159,28 +183,34 @@ class _Task:
             run_page = run * RUN_PAGES
             yield k.larger(run_page, lowest), k.smaller(run_page + RUN_PAGES, end), run_page
 
+    def forget_scores(self) -> None:
+        """Begin a run."""
+        with self.k.range(self.k.i64(0), self.rows) as r:
+            self.highest.at(r * 64).store(self.k.f32v(NOTHING), 64)
+
     def score(self, page: Value, number: Value) -> None:
-        """Write the scores of a page's tokens, their scales, and its latents with four tokens side by side. number: of
-        the page in its run."""
+        """Write the scores of a page's tokens. number: of the page in its run."""
         k, layer = self.k, self.k.arg.layer
         address = self.pages.at(page * 8).load(PTR, 8)
         is_own = page.compare("eq", self.own_page)
         kept = is_own.choose(self.own, address.at(layer * self.own_layout.layer_bytes))
         if self.coded == self.own_layout:
-            self._score_codes(kept, kept.at(self.own_layout.sizes[0]), number, 1.0)
+            self._score_codes(kept, kept.at(self.own_layout.sizes[0]), page, number, 1.0)
             return
         is_kept = is_own | page.compare("eq", 0)
         with k.when(is_kept):
-            self._score_codes(kept, kept.at(self.own_layout.sizes[0]), number, 1.0)
+            self._score_codes(kept, kept.at(self.own_layout.sizes[0]), page, number, 1.0)
         with k.when(is_kept ^ True):
             part = address.at(layer * self.coded.layer_bytes)
+            scales = part.at(self.coded.sizes[0])
             if self.coded.keys == "int4":
-                self._unpack(part)
-                self._score_codes(self.unpacked, part.at(self.coded.sizes[0]), number, 0.5)
+                unpacked = self.unpacked.at(number * self.unpacked_bytes)
+                self._unpack(part, unpacked)
+                self._score_codes(unpacked, scales, page, number, 0.5)
             else:
-                self._score_codes(part, part.at(self.coded.sizes[0]), number, 1.0)
+                self._score_codes(part, scales, page, number, 1.0)
 
-    def _unpack(self, part: Value) -> None:
+    def _unpack(self, part: Value, unpacked: Value) -> None:
         """Bring an INT4 page into bytes: twice a code less 15, which is less than its nibble by no rounding."""
         k = self.k
         half, group = GROUP // 2 * PAGE_TOKENS, GROUP * PAGE_TOKENS
@@ -188,22 +218,58 @@ class _Task:
             words = part.at(n * half).at(at).load(I32V)
             for i, nibbles in enumerate((words & NIBBLES, (words >> 4) & NIBBLES)):
                 bytes_ = (nibbles << 1).convert("bitcast", vector_of("i8", 64)) - 15
-                self.unpacked.at(n * group).at(at).at(half * i).store(bytes_, 64)
+                unpacked.at(n * group).at(at).at(half * i).store(bytes_, 64)
 
-    def _score_codes(self, codes: Value, scales: Value, number: Value, factor: float) -> None:
+    def _score_codes(self, codes: Value, scales: Value, page: Value, number: Value, factor: float) -> None:
         """codes: bytes [D / 4, 64, 4]. scales: of tokens, [2, 64]; factor multiplies them."""
         k = self.k
+        self.codes.at(number * 8).store(codes, 8)
         first = number * (4 * PAGE_TOKENS)
+        self._take_scales(scales, first, factor)
+        parts = codes, self._padded(codes.at(self.latent * PAGE_TOKENS))
+        is_whole = page.compare("uge", self.whole_from) & page.compare("ult", self.whole_to)
+        later = self._later(page)
+        self.later.at(number * 8).store(later, 8)
+        for half in range(2):
+            for run, part in enumerate(parts):
+                self._multiply_queries(part, run, half, later)
+        with k.when(is_whole):
+            self._scale_scores(first)
+        with k.when(is_whole ^ True):
+            self._scale_scores(first, page * PAGE_TOKENS)
+
+    def _later(self, page: Value) -> Value:
+        """The page that this thread will read a run after this one: sections of a long sequence are dealt out."""
+        k = self.k
+        later, end = page + RUN_PAGES, self.end_section * SECTION_PAGES
+        skipped = (self.end_section - self.first_section) * SECTION_PAGES * (k.threads - 1)
+        later = later.compare("ult", end).choose(later, later + skipped)
+        address: Value = self.pages.at(k.smaller(later, self.own_page) * 8).load(PTR, 8)
+        return address.at(k.arg.layer * self.coded.layer_bytes)
+
+    def _fetch(self, page: Value, part: int, step: Value, steps: int) -> None:
+        """Fetch what one step of a stage has of this page: of its first part while scores are computed, of the second
+        while values are mixed."""
+        first = self.coded.layer_bytes // 128 * 64
+        begin, count = (0, first) if part == 0 else (first, self.coded.layer_bytes - first)
+        lines = -(-count // (64 * steps))
+        for line in range(lines):
+            self.k.prefetch(page.at(begin + 64 * line).at(step * (64 * lines)), 2)
+
+    def _take_scales(self, scales: Value, first: Value, factor: float) -> None:
+        """Read the scales of a page. first: of its tokens in the run, in bytes of floats."""
+        k = self.k
         for run in range(2):
             with k.range(k.i64(0), k.i64(PAGE_TOKENS), LANES) as at:
                 vector = cpu_kv.scales(scales.at(PAGE_TOKENS * run).at(at)) * factor
-                self.scales.at(first).at(4 * RUN_TOKENS * run).at(at * 4).store(vector, 64)
-        self._turn_round(codes, self.values.at(number * (PAGE_TOKENS * self.latent)))
-        parts = codes, self._padded(codes.at(self.latent * PAGE_TOKENS))
-        with k.range(k.i64(0), k.i64(PAGE_TOKENS), 2 * LANES) as token:
-            for run, part in enumerate(parts):
-                self._multiply_queries(part.at(token * 4), run)
-                self._scale_scores(first + token * 4, run)
+                self.scales.at(4 * PAGE_TOKENS * run).at(at * 4).store(vector, 64)
+                if run == 0:
+                    bound = k.fma(
+                        vector.convert("bitcast", I32V).convert("sitofp", F32V), *map(k.f32v, (LOG_STEP, LOG_BIAS))
+                    )
+                    self.bounds.at(at * 4).store(bound, 64)
+                    # Of a token that nobody sees it may be no number.
+                    self.steps.at(first).at(at * 4).store(k.larger(vector, k.f32v(0)) * MOST_WEIGHT, 64)
 
     def _padded(self, codes: Value) -> Value:
         """The codes of the shared key, with so many behind them as make a whole block of features."""
@@ -214,162 +280,195 @@ class _Task:
             self.shared.at(at).store(codes.at(at).load(I32V), 64)
         return self.shared
 
-    def _multiply_queries(self, codes: Value, run: int) -> None:
-        """sums = all rows' queries times the codes of 32 tokens, of one run of features."""
+    def _sums(self, run: int, part: int) -> Value:
+        return self.score_sums.at((2 * run + part) * self.row_vectors * LANES * STEP_TOKENS * 4)
+
+    def _multiply_queries(self, page: Value, run: int, part: int, later: Value) -> None:
+        """score_sums[run, part] = all rows' queries times the codes of 32 tokens, of one run of features."""
         k, first, features = self.k, run * self.latent_blocks, self.own_layout.runs[run]
+        sums, row_bytes, codes = self._sums(run, part), 4 * STEP_TOKENS, page.at(4 * STEP_TOKENS * part)
         if self.tiles is not None:
             num_blocks = self.latent_blocks if run == 0 else self.num_blocks - self.latent_blocks
-            with self._tiles_of_sums() as multiply, k.range(k.i64(0), k.i64(num_blocks)) as n:
-                queries = self.queries.at((n + first) * (self.R * BLOCK_BYTES))
-                multiply(queries, BLOCK_BYTES, codes.at(n * (BLOCK_BYTES * PAGE_TOKENS)), 4 * PAGE_TOKENS, 64, True)
+            self._multiply_query_tiles(codes, first, num_blocks, sums, later, part)
             return
-        for half, rows in itertools.product(range(2), self._row_groups):
+        for half, rows in itertools.product(range(2), self._row_groups(self.R, self.isa.sums // 2)):
             offsets = [self.query_offsets.at(4 * (self.R * run + r)).load(I32).splat() for r in rows]
             totals = [k.variable(offset) for offset in offsets]
             with k.range(k.i64(0), k.i64(features), 4) as at:
                 unsigned = codes.at(at * PAGE_TOKENS).at(64 * half).load(I32V) ^ SIGN_BITS
-                place = (at / BLOCK_BYTES + first) * (self.R * BLOCK_BYTES) + at % BLOCK_BYTES
+                place = (at / BLOCK_BYTES + first) * self.query_block_bytes + at % BLOCK_BYTES
+                if rows.start == 0:
+                    head_dim, before = self.own_layout.head_dim, run * self.latent
+                    self._fetch(later, 0, (at + (part * head_dim + before)) / 4, head_dim // 2)
                 for total, r in zip(totals, rows, strict=True):
                     query = self.queries.at(place).at(r * BLOCK_BYTES).load(I32).splat()
                     total.set(self.isa.dot(k, total.get(), unsigned, query))
-            self._store_sums(totals, rows, half)
+            for total, r in zip(totals, rows, strict=True):
+                sums.at(row_bytes * r + 64 * half).store(total.get(), 64)
 
-    @property
-    def _row_groups(self) -> list[range]:
+    def _row_groups(self, rows: int, at_once: int) -> list[range]:
         """Rows whose sums stay in registers at once."""
-        at_once = self.isa.sums // 2
-        return [range(first, first + at_once) for first in range(0, self.R, at_once)]
+        return [range(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
 
-    def _store_sums(self, totals: list[Variable], rows: range, half: int) -> None:
-        for total, r in zip(totals, rows, strict=True):
-            self.sums.at(64 * (LANES * (r // LANES * 2 + half) + r % LANES)).store(total.get(), 64)
-
-    def _sums_of(self, r: Value, half: int) -> Value:
-        """The 16 sums of a row, as floats."""
-        row = (r / LANES) * (2 * 64 * LANES) + (r % LANES) * 64
-        return self.sums.at(row).at(64 * LANES * half).load(I32V, 64).convert("sitofp", F32V)
-
-    @contextmanager
-    def _tiles_of_sums(self) -> Iterator[Callable[[Value, int, Value, int, int, bool], None]]:
-        """Yield what adds to sums of zero all rows, which are so many bytes from each other, times 32 columns: rows of
-        16 columns so many bytes from each other, and the other 16 so many bytes behind them."""
-        tiles = self.tiles
+    def _multiply_query_tiles(
+        self, codes: Value, first: int, num_blocks: int, sums: Value, later: Value, part: int
+    ) -> None:
+        k, tiles = self.k, self.tiles
         assert tiles is not None
-        each = [(v, half) for v in range(self.R // LANES) for half in range(2)]
-
-        def multiply(
-            rows: Value, stride: int, columns: Value, column_stride: int, between: int, is_signed: bool
-        ) -> None:
-            for v in range(self.R // LANES):
-                tiles.load(tiles.ROWS[v], rows.at(v * LANES * stride), stride)
-            for half in range(2):
-                tiles.load(tiles.COLUMNS[half], columns.at(between * half), column_stride)
-            for v, half in each:
-                tiles.multiply(2 * v + half, tiles.ROWS[v], tiles.COLUMNS[half], is_signed=is_signed)
-
+        each = [(v, half) for v in range(self.row_vectors) for half in range(2)]
         for v, half in each:
-            tiles.clear(2 * v + half)
-        yield multiply
-        for v, half in each:
-            tiles.store(2 * v + half, self.sums.at(64 * LANES * (2 * v + half)))
-
-    def _scale_scores(self, at: Value, run: int) -> None:
-        """scores[:, at] = the sums times their scales; of the second run they are added. at: bytes."""
-        k = self.k
-        keys = [self.scales.at(4 * RUN_TOKENS * run).at(at).at(64 * half).load(F32V, 64) for half in range(2)]
-        with k.range(k.i64(0), self.rows) as r:
-            scale = self.query_scales.at(r * 4).at(4 * self.R * run).load(F32).splat()
-            for half, key in enumerate(keys):
-                place = self.scores.at(r * (4 * RUN_TOKENS)).at(at).at(64 * half)
-                score = self._sums_of(r, half) * (scale * key)
-                place.store(score if run == 0 else place.load(F32V, 64) + score, 64)
-
-    def _turn_round(self, codes: Value, values: Value) -> None:
-        """values [latent / 16, 16, 16, 4] = the codes of the latents, four tokens side by side."""
-        k, quad = self.k, [4 * (i % 4) + i // 4 for i in range(16)]
-        turned = [16 * lane + i for lane in range(4) for i in quad]
-        with k.range(k.i64(0), k.i64(self.latent), 4) as feature:
-            for tokens in range(0, PAGE_TOKENS, LANES):
-                bytes_ = codes.at(feature * PAGE_TOKENS).at(4 * tokens).load(vector_of("i8", 64), 1)
-                bytes_ = k.shuffle(bytes_, bytes_, turned)
-                for lane in range(4):
-                    part = k.shuffle(bytes_, bytes_, [*range(16 * lane, 16 * lane + 16)])
-                    block = (feature / LANES) * (PAGE_TOKENS * LANES) + (feature % LANES) * 4
-                    values.at(block).at((tokens // 4 + lane) * 4 * LANES).store(part, 1)
-
-    def soften(self, run_page: Value, first_page: Value, end_page: Value) -> None:
-        """scores -> weights, bytes of exp(score - peak) times the scales of latents; what a row must not see becomes
-        0. shrinks, factors: what multiplies what was mixed before, and what the bytes will give."""
-        k = self.k
-        begin, end = (first_page - run_page) * PAGE_TOKENS, (end_page - run_page) * PAGE_TOKENS
-        with k.range(k.i64(0), self.rows) as r:
-            row, first = self.scores.at(r * (4 * RUN_TOKENS)), run_page * PAGE_TOKENS
-            low, high = (
-                (each.at(r * 8).load(I64, 8) - first).convert("trunc", I32).splat() for each in (self.lows, self.highs)
+            tiles.clear(tiles.SUMS[2 * v + half])
+        with k.range(k.i64(0), k.i64(num_blocks)) as n:
+            queries, columns = (
+                self.queries.at((n + first) * self.query_block_bytes),
+                codes.at(n * (BLOCK_BYTES * PAGE_TOKENS)),
             )
-            before = self.section.peaks.at(r * 4).load(F32)
-            peaks, totals = k.variable(before.splat()), k.variable(k.f32v(0))
-            largest, spreads = k.variable(k.f32v(0)), k.variable(k.f32v(0))
+            self._fetch(later, 0, n + (first + part * self.num_blocks), 2 * self.num_blocks)
+            for v in range(self.row_vectors):
+                tiles.load(tiles.ROWS[v], queries.at(v * LANES * BLOCK_BYTES), BLOCK_BYTES)
+            for half in range(2):
+                tiles.load(tiles.COLUMNS[half], columns.at(64 * half), 4 * PAGE_TOKENS)
+            for v, half in each:
+                tiles.multiply(tiles.SUMS[2 * v + half], tiles.ROWS[v], tiles.COLUMNS[half], is_signed=True)
+        for v, half in each:
+            tiles.store(tiles.SUMS[2 * v + half], sums.at(v * LANES * 4 * STEP_TOKENS + 64 * half), 4 * STEP_TOKENS)
 
-            def seen(i: Value) -> Value:
-                key = k.lane_numbers() + i.convert("trunc", I32).splat()
-                return key.compare("sge", low) & key.compare("sle", high)
+    def _scale_scores(self, first: Value, position: Value | None = None) -> None:
+        """Write the scores of a page. first: of its tokens in the run, in bytes of floats. position: of its first one,
+        where not every row sees all of them."""
+        k = self.k
+        with k.range(k.i64(0), self.rows) as r:
+            queries = [self.query_scales.at(r * 4).at(4 * self.R * run).load(F32).splat() for run in range(2)]
+            highest = self.highest.at(r * 64).load(F32V, 64)
+            for at in range(0, PAGE_TOKENS, LANES):
+                latent, shared = (self._scaled_sums(run, r, at) for run in range(2))
+                score = k.fma(shared, queries[1], latent * queries[0])
+                if position is not None:
+                    score = self._sees(r, position + at).choose(score, k.f32v(NOTHING))
+                self.scores.at(r * (4 * RUN_TOKENS)).at(first).at(4 * at).store(score, 64)
+                highest = k.larger(score + self.bounds.at(4 * at).load(F32V, 64), highest)
+            self.highest.at(r * 64).store(highest, 64)
 
-            with k.range(begin, end, LANES) as i:
-                score = seen(i).choose(row.at(i * 4).load(F32V, 64), k.f32v(NOTHING))
-                peaks.set(k.larger(score, peaks.get()))
-            peak = cpu_math.largest(k, peaks.get())
-            with k.range(begin, end, LANES) as i:
-                is_seen = seen(i)
+    def _scaled_sums(self, run: int, r: Value, at: int) -> Value:
+        """A row's products with 16 tokens of a page, times the scales of these."""
+        place = self._sums(run, at // STEP_TOKENS).at(r * (4 * STEP_TOKENS)).at(4 * (at % STEP_TOKENS))
+        scales = self.scales.at(4 * (PAGE_TOKENS * run + at)).load(F32V, 64)
+        return place.load(I32V, 64).convert("sitofp", F32V) * scales
+
+    def _sees(self, r: Value, position: Value) -> Value:
+        """Which of 16 tokens, from this position on, a row sees."""
+        key = self.k.lane_numbers() + position.convert("trunc", I32).splat()
+        low, high = (each.at(r * 8).load(I64, 8).convert("trunc", I32).splat() for each in (self.lows, self.highs))
+        return key.compare("sge", low) & key.compare("sle", high)
+
+    def soften(self, first: Value, end: Value) -> None:
+        """scores -> weights, whole numbers of exp(score - peak) times the scales of latents, of a run's pages from
+        `first` to `end`; no product is beyond 1, as peaks are of scores and the scales' logarithms."""
+        k = self.k
+        with k.range(k.i64(0), self.rows) as r:
+            row, weights = self.scores.at(r * (4 * RUN_TOKENS)), self.weights.at(r * (2 * RUN_TOKENS))
+            # A row that sees nothing of this run has scores far below this peak.
+            peak = k.larger(cpu_math.largest(k, self.highest.at(r * 64).load(F32V, 64)), k.constant(F32, NOTHING / 2))
+            totals = k.variable(k.f32v(0))
+            with k.range(first * PAGE_TOKENS, end * PAGE_TOKENS, LANES) as i:
                 weight = cpu_math.exp(k, row.at(i * 4).load(F32V, 64) - peak.splat())
-                weight = is_seen.choose(weight, k.f32v(0))
                 totals.add(weight)
-                scaled = is_seen.choose(weight * self.scales.at(i * 4).load(F32V, 64), k.f32v(0))
-                largest.set(k.larger(scaled, largest.get()))
-                spreads.add(scaled - scaled)
-                row.at(i * 4).store(scaled, 64)
-            most = cpu_math.largest(k, largest.get())
-            inverse = most.compare("ogt", 1e-30).choose(k.constant(F32, 255.0) / most, k.constant(F32, 0))
-            with k.range(begin, end, LANES) as i:
-                code = k.unary("rint", row.at(i * 4).load(F32V, 64) * inverse.splat())
-                code = code.convert("fptosi", I32V).freeze().convert("trunc", cpu_kv.BYTES)
-                self.weights.at(r * RUN_TOKENS).at(i).store(code, 1)
-            # Not a number where a score or a scale is none.
-            self.factors.at(r * 4).store(most * (1 / 255) + cpu_math.total(k, spreads.get()))
-            shrink = k.lane(cpu_math.exp(k, (before - peak).splat()), 0)
-            total = self.section.totals.at(r * 4)
-            total.store(k.fma(total.load(F32), shrink, cpu_math.total(k, totals.get())))
-            self.section.peaks.at(r * 4).store(peak)
-            self.shrinks.at(r * 4).store(shrink)
+                code = k.unary("rint", weight * self.steps.at(i * 4).load(F32V, 64)).convert("fptosi", I32V).freeze()
+                for byte, part in enumerate((code >> 8, code)):
+                    weights.at(i).at(RUN_TOKENS * byte).store(part.convert("trunc", cpu_kv.BYTES), 1)
+            self.peaks.at(r * 4).store(peak)
+            self.totals.at(r * 4).store(cpu_math.total(k, totals.get()))
+        self._merge_peaks()
+
+    def _merge_peaks(self) -> None:
+        """Bring a run's peaks and totals into the section's; shrinks, factors: what multiplies what was mixed before,
+        and what the whole numbers will give."""
+        k, section = self.k, self.section
+        for v in range(self.row_vectors):
+            before, new, total, others = (
+                each.at(64 * v).load(F32V, 64) for each in (section.peaks, self.peaks, section.totals, self.totals)
+            )
+            highest = k.larger(before, new)
+            shrink, grow = (cpu_math.exp(k, each - highest) for each in (before, new))
+            section.peaks.at(64 * v).store(highest, 64)
+            section.totals.at(64 * v).store(k.fma(total, shrink, others * grow), 64)
+            self.shrinks.at(64 * v).store(shrink, 64)
+            self.factors.at(64 * v).store(grow * (1 / MOST_WEIGHT), 64)
 
     def mix(self, first: Value, end: Value) -> None:
-        """mixed = mixed * shrink + factor * (weights . latents), of a run's pages from `first` to `end`."""
-        k = self.k
-        with k.range(k.i64(0), k.i64(4 * self.latent), 8 * LANES) as at:
-            self._multiply_weights(first, end, at)
-            with k.range(k.i64(0), self.rows) as r:
-                shrink, factor = (each.at(r * 4).load(F32).splat() for each in (self.shrinks, self.factors))
-                for half in range(2):
-                    mixed = self.section.mixed.at(r * (4 * self.latent)).at(at).at(64 * half)
-                    mixed.store(k.fma(self._sums_of(r, half), factor, mixed.load(F32V, 64) * shrink), 64)
+        """mixed = mixed * shrink + factor * (weights . latents), of a run's pages from `first` to `end`, 16 features a
+        step. What a step multiplies was turned round in the last one, and its sums are read in the next: tiles cannot
+        be read from what is still being written, and have others to wait for meanwhile."""
+        k, steps = self.k, self.latent // LANES
+        self._turn_run(first, end, k.i64(0))
+        with k.range(k.i64(0), k.i64(steps)) as step:
+            self._multiply_weights(first, end, step % 2)
+            self._turn_run(first, end, k.smaller(step + 1, k.i64(steps - 1)))
+            with k.when(step.compare("ugt", 0)):
+                self._add_sums(step - 1)
+        self._add_sums(k.i64(steps - 1))
 
-    def _multiply_weights(self, first: Value, end: Value, at: Value) -> None:
-        """sums = all rows' weights times 32 features of the latents. at: bytes of four tokens' features."""
+    def _add_sums(self, step: Value) -> None:
         k = self.k
+        sums = self.mix_sums.at(step % 2 * (2 * self.row_vectors * LANES * 64))
+        with k.range(k.i64(0), self.rows) as r:
+            shrink, factor = (each.at(r * 4).load(F32).splat() for each in (self.shrinks, self.factors))
+            high, low = (sums.at(r * 128).at(64 * i).load(I32V, 64).convert("sitofp", F32V) for i in range(2))
+            mixed = self.section.mixed.at(r * (4 * self.latent)).at(step * (4 * LANES))
+            mixed.store(k.fma(k.fma(high, k.f32v(256), low), factor, mixed.load(F32V, 64) * shrink), 64)
+
+    def _turn_run(self, first: Value, end: Value, step: Value) -> None:
+        with self.k.range(first, end) as page:
+            self._fetch(self.later.at(page * 8).load(PTR, 8), 1, step, self.latent // LANES)
+            codes = self.codes.at(page * 8).load(PTR, 8).at(step * (LANES * PAGE_TOKENS))
+            self._turn_round(codes, self._values(step % 2).at(page * (PAGE_TOKENS * LANES)))
+
+    def _values(self, buffer: Value) -> Value:
+        return self.values.at(buffer * (RUN_TOKENS * LANES))
+
+    def _turn_round(self, codes: Value, values: Value) -> None:
+        """values [16, 16, 4] = the codes of 16 features of a page, four tokens side by side."""
+        k, octets = self.k, vector_of("i8", LANES)
+        quad = [4 * (i % 4) + i // 4 for i in range(LANES)]
+        turned = [LANES * lane + i for lane in range(4) for i in quad]
+        with k.range(k.i64(0), k.i64(4 * PAGE_TOKENS), 64) as at:
+            for place in range(0, 64, LANES):
+                parts = [codes.at(at).at(4 * PAGE_TOKENS * n + place).load(octets, 1) for n in range(4)]
+                low, high = (k.shuffle(a, b, list(range(2 * LANES))) for a, b in (parts[:2], parts[2:]))
+                bytes_ = k.shuffle(low, high, turned)
+                values.at(at * 4).at(4 * place).store(bytes_, 64)
+
+    def _multiply_weights(self, first: Value, end: Value, buffer: Value) -> None:
+        """mix_sums = all rows' weights times 16 features of the latents."""
+        k, rows, values = self.k, 2 * self.R, self._values(buffer)
+        sums = self.mix_sums.at(buffer * (2 * self.row_vectors * LANES * 64))
         if self.tiles is not None:
-            with self._tiles_of_sums() as multiply, k.range(first, end) as page:
-                values = self.values.at(page * (PAGE_TOKENS * self.latent)).at(at * LANES)
-                multiply(self.weights.at(page * PAGE_TOKENS), RUN_TOKENS, values, 4 * LANES, PAGE_TOKENS * LANES, False)
+            self._multiply_weight_tiles(first, end, values, sums)
             return
-        for half, rows in itertools.product(range(2), self._row_groups):
-            totals = [k.variable(k.constant(I32V, 0)) for _ in rows]
+        for some in self._row_groups(rows, self.isa.sums):
+            totals = [k.variable(k.constant(I32V, 0)) for _ in some]
             with k.range(first * PAGE_TOKENS, end * PAGE_TOKENS, 4) as token:
-                page = (token / PAGE_TOKENS) * (PAGE_TOKENS * self.latent) + (token % PAGE_TOKENS) * LANES
-                latents = self.values.at(page).at(at * LANES).at(half * PAGE_TOKENS * LANES).load(I32V)
-                for total, r in zip(totals, rows, strict=True):
+                latents = values.at(token * LANES).load(I32V, 64)
+                for total, r in zip(totals, some, strict=True):
                     weights = self.weights.at(token).at(r * RUN_TOKENS).load(I32).splat()
                     total.set(self.isa.dot(k, total.get(), weights, latents))
-            self._store_sums(totals, rows, half)
+            for total, r in zip(totals, some, strict=True):
+                sums.at(64 * r).store(total.get(), 64)
+
+    def _multiply_weight_tiles(self, first: Value, end: Value, values: Value, sums: Value) -> None:
+        k, tiles = self.k, self.tiles
+        assert tiles is not None
+        count = -(-2 * self.R // LANES)
+        for n in range(count):
+            tiles.clear(tiles.SUMS[n])
+        with k.range(first, end) as page:
+            tiles.load(tiles.COLUMNS[0], values.at(page * (PAGE_TOKENS * LANES)), 4 * LANES)
+            for n in range(count):
+                rows = tiles.ROWS[n // 2]
+                tiles.load(rows, self.weights.at(page * PAGE_TOKENS).at(n * LANES * RUN_TOKENS), RUN_TOKENS)
+                tiles.multiply(tiles.SUMS[n], rows, tiles.COLUMNS[0], is_signed=False)
+        for n in range(count):
+            tiles.store(tiles.SUMS[n], sums.at(n * LANES * 64), 64)
 
     def finish(self) -> None:
         """The rows' mixes to `out`, or to `parts` where other tasks have more of their keys."""

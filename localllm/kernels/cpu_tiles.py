@@ -25,7 +25,8 @@ def has_tiles() -> bool:
 
 
 class Tiles:
-    """Tiles of 16 rows of 64 bytes: four of sums, two of rows, two of columns."""
+    """Tiles of up to 16 rows of 64 bytes: four of sums, two of rows, two of columns. The rows of the first of `ROWS`
+    go with the first two of `SUMS`, those of the second with the others."""
 
     SUMS, ROWS, COLUMNS = (0, 1, 2, 3), (4, 5), (6, 7)
 
@@ -33,13 +34,16 @@ class Tiles:
         self.k = k
         self._config = k.stack(I32V)
 
-    def configure(self) -> None:
-        """Say how large the tiles are, before anything else."""
+    def configure(self, second_rows: Value) -> None:
+        """Say how large the tiles are, before anything else. second_rows: 1 to 16, of the second of `ROWS`; the fewer,
+        the faster are its products."""
         k = self.k
         widths = _ROW_BYTES.to_bytes(2, "little") * 8
         palette = bytes([1]) + bytes(15) + widths + bytes(16) + bytes([_ROWS] * 8) + bytes(8)
         for at in range(0, len(palette), 8):
             self._config.at(at).store(k.i64(int.from_bytes(palette[at : at + 8], "little")), 8)
+        for tile in (*self.SUMS[2:], self.ROWS[1]):
+            self._config.at(48 + tile).store(second_rows.convert("trunc", "i8"), 1)
         k.call("void", "llvm.x86.ldtilecfg", self._config)
 
     def release(self) -> None:
@@ -57,9 +61,9 @@ class Tiles:
         name = "llvm.x86.tdpbssd" if is_signed else "llvm.x86.tdpbusd"
         self.k.call("void", name, *map(self._number, (sums, rows, columns)))
 
-    def store(self, tile: int, at: Value) -> None:
-        """int32 [16, 16]."""
-        self.k.call("void", "llvm.x86.tilestored64", self._number(tile), at, self.k.i64(_ROW_BYTES))
+    def store(self, tile: int, at: Value, stride: int) -> None:
+        """Rows of 16 int32, `stride` bytes from each other."""
+        self.k.call("void", "llvm.x86.tilestored64", self._number(tile), at, self.k.i64(stride))
 
     def _number(self, tile: int) -> Value:
         return self.k.constant("i8", tile)
