@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
-from localllm.kernels.sizes import Mamba2Shape
+from localllm.kernels.state_shapes import Mamba2Shape
 from localllm.layers.config import AttentionConfig, KeyValue, RopeConfig
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config

@@ -23,7 +23,7 @@ from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import STEP_ROWS, DeltaShape, StatePlace
+from localllm.kernels.state_shapes import STEP_ROWS, DeltaShape, StatePlace
 
 SHAPES = [
     DeltaShape(2, 4, 32, 16),

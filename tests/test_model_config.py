@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
-from localllm.kernels.sizes import DeltaShape, Glu, RouterConfig, Rwkv7Shape
+from localllm.kernels.sizes import Glu, RouterConfig
+from localllm.kernels.state_shapes import DeltaShape, Rwkv7Shape
 from localllm.models.architecture import ModelConfig
 from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S
@@ -650,6 +651,10 @@ NOT_SUPPORTED = {
     "groups that divide no heads": ("mamba2", {"n_groups": 3}, "n_groups"),
     "a step without an upper bound's number": ("bamba", {"time_step_limit": [0.0, "never"]}, "time_step_limit"),
     "a layer that is not there": ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices"),
+    "a router that is another family's": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    "experts in every second layer": ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    "latents with positions": ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+    "a softmax that chooses": ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
     "a bias that would not be multiplied": (
         "falcon_h1",
         {"attention_bias": True, "attention_in_multiplier": 0.5, "mamba_d_ssm": None},
@@ -659,7 +664,7 @@ NOT_SUPPORTED = {
 
 
 @pytest.mark.parametrize("case", NOT_SUPPORTED)
-def test_what_a_model_with_mamba_2_cannot_be_is_refused_by_name(case: str) -> None:
+def test_what_such_a_model_cannot_be_is_refused_by_name(case: str) -> None:
     family, own, named = NOT_SUPPORTED[case]
     with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(named)):
         parse_config({"model_type": family, **own}, "config.json")
@@ -671,3 +676,30 @@ def test_a_step_of_mamba_2_may_be_unbounded_in_each_way_that_files_have_it() -> 
         assert {(mixer.least_step, mixer.most_step) for mixer in config.recurrents} == {(0.1, None)}
     config = parse_config({"model_type": "bamba", "time_step_limit": [0.0, 2.5]}, "config.json")
     assert {mixer.most_step for mixer in config.recurrents} == {2.5}
+
+
+def test_what_nemotron_draws_its_first_steps_from_bounds_no_step() -> None:
+    published = {"time_step_min": 0.001, "time_step_max": 0.1, "time_step_limit": [0.0, math.inf]}
+    config = parse_config({"model_type": "nemotron_h", **published}, "config.json")
+    assert {(mixer.least_step, mixer.most_step) for mixer in config.recurrents} == {(0.0, None)}
+
+
+def test_rwkv_7_goes_on_behind_the_length_of_its_training() -> None:
+    config = parse_config({"model_type": "rwkv7", "max_position_embeddings": 2048}, "config.json")
+    assert config.longest_context == 1 << 20
+
+
+def test_a_granite_of_attention_alone_may_say_anything_of_mamba_2() -> None:
+    unused = {"mamba_n_heads": 48, "mamba_d_head": 30}
+    config = parse_config(
+        {"model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["attention"] * 2, **unused},
+        "config.json",
+    )
+    assert not config.recurrents
+
+
+def test_multipliers_that_are_null_are_ones() -> None:
+    sizes = {"model_type": "falcon_h1", "mamba_d_ssm": None}
+    null = parse_config({**sizes, "mlp_multipliers": None, "ssm_multipliers": None}, "config.json")
+    ones = parse_config({**sizes, "mlp_multipliers": [1, 1], "ssm_multipliers": [1] * 5}, "config.json")
+    assert null == ones

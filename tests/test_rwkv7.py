@@ -23,7 +23,7 @@ from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.rwkv7 import TimeMixWeights, before, gated_values, mix_channels, mix_time
-from localllm.kernels.sizes import RWKV7_KEPT, RWKV7_PROJECTED, STEP_ROWS, Rwkv7Shape, ShiftShape, StatePlace
+from localllm.kernels.state_shapes import RWKV7_KEPT, RWKV7_PROJECTED, STEP_ROWS, Rwkv7Shape, ShiftShape, StatePlace
 
 SHAPES = [Rwkv7Shape(4, 16), Rwkv7Shape(2, 64), Rwkv7Shape(3, 24)]
 NATIVE_SHAPES = [Rwkv7Shape(4, 16), Rwkv7Shape(3, 64), Rwkv7Shape(2, 48), Rwkv7Shape(1, 128)]

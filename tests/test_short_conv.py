@@ -18,7 +18,7 @@ from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.short_conv import ConvWeights, convolve
-from localllm.kernels.sizes import ConvShape, StatePlace
+from localllm.kernels.state_shapes import ConvShape, StatePlace
 from tests.test_delta_rule import CPUS
 
 SHAPES = [ConvShape(16), ConvShape(48, 2), ConvShape(144, 7), ConvShape(80, 4)]

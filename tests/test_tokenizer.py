@@ -209,6 +209,7 @@ CLIP = {"tokenizer_class": "CLIPTokenizer"}
     ("files", "says"),
     [
         ({"tokenizer.model": "\n"}, "tokenizer.model"),
+        ({"tiktoken.model": "\n"}, "tiktoken.model"),
         ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": json.dumps(CLIP)}, "CLIPTokenizer"),
     ],
 )

@@ -71,19 +71,8 @@ from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.sizes import (
-    CENTRED,
-    INT8_GROUP,
-    STATE_WORDS,
-    TILE,
-    ConvShape,
-    DeltaShape,
-    Glu,
-    Mamba2Shape,
-    RouterConfig,
-    StatePlace,
-    Weights,
-)
+from localllm.kernels.sizes import CENTRED, INT8_GROUP, TILE, Glu, RouterConfig, Weights
+from localllm.kernels.state_shapes import STATE_WORDS, ConvShape, DeltaShape, Mamba2Shape, StatePlace
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.

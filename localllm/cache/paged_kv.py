@@ -19,7 +19,7 @@ from localllm.cache.pages import HOST, Ferry, Page, PagePool
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
-from localllm.kernels.sizes import StateShape
+from localllm.kernels.state_shapes import StateShape
 from localllm.layers.low_rank import AppliedAdapter
 
 # Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.

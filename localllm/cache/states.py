@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from localllm.kernels.sizes import PAGE_TOKENS, STEP_ROWS, StatePlace, StateShape
+from localllm.kernels.sizes import PAGE_TOKENS
+from localllm.kernels.state_shapes import STEP_ROWS, StatePlace, StateShape
 
 HOST = torch.device("cpu")
 

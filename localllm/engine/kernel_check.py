@@ -11,7 +11,8 @@ import torch
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
-from localllm.kernels.sizes import Coding, ConvShape, DeltaShape, Mamba2Shape, Weights
+from localllm.kernels.sizes import Coding, Weights
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_latent_for_gpu, is_packed, is_plain

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from localllm.gguf.metadata import MAX_LAYERS, Json, Metadata, decimal
 from localllm.gguf.names import HEAD_NORMS
-from localllm.gguf.rope import DEFAULT_THETA, LLAMA3_FACTORS, factors_of, rope_scaling
+from localllm.gguf.rope import DEFAULT_THETA, LLAMA3_FACTORS, factors_of, rope_scaling, share_of
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _SOFTMAX, _SIGMOID = 1, 2  # what expert_gating_func is
@@ -408,7 +408,7 @@ def _mamba2(file: Metadata) -> Json:
         "n_groups": file.integer("ssm.group_count"),
         "state_size": file.integer("ssm.state_size"),
         "conv_kernel": file.integer("ssm.conv_kernel"),
-        "expand": features / max(file.integer("embedding_length"), 1),
+        "expand": share_of(features, file.integer("embedding_length")),
         "layer_norm_epsilon": file.norm_eps,
         "use_bias": file.has("ssm_in.bias"),
         "use_conv_bias": file.has("ssm_conv1d.bias"),
@@ -438,8 +438,8 @@ def _mamba(file: Metadata) -> Json:
 
 
 def _granitehybrid(file: Metadata) -> Json:
-    """Return the keys of Granite 4. The only files of this architecture whose heads rotate are Bamba's, with pairs over
-    all of a head although half of it rotates."""
+    """Return the keys of Granite 4. Files whose heads rotate are refused: Bamba's have pairs over all of a head,
+    although half of it rotates."""
     if file.get("rope.scaling.finetuned") is not False:
         raise file.unsupported("heads that rotate (Bamba)")
     _, features = _state_heads(file)
@@ -458,7 +458,7 @@ def _granitehybrid(file: Metadata) -> Json:
         "layer_types": _kinds_by_keys(file, _LINEAR),
         "position_embedding_type": "nope",
         "partial_rotary_factor": 1.0,
-        "mamba_expand": features / max(file.integer("embedding_length"), 1),
+        "mamba_expand": share_of(features, file.integer("embedding_length")),
         "num_local_experts": experts,
         **_mamba(file),
         **_multipliers(file),
@@ -697,6 +697,8 @@ _MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hunyuan-dense": ("hunyuan_v1_dense",),
         "chatglm": ("glm",),
         "muse-glimmer": ("muse_glimmer",),
+        "granite": ("granite", "granitemoehybrid"),
+        "granitemoe": ("granitemoe", "granitemoehybrid"),
         "granitehybrid": ("granitemoehybrid",),
         "falcon-h1": ("falcon_h1",),
         "nemotron_h_moe": ("nemotron_h",),

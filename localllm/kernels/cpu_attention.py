@@ -57,7 +57,7 @@ def attention_source(
         task.start(a.tasks.at((item / a.kv_heads) * (8 * len(TASK_WORDS))), item % a.kv_heads)
         with k.range(task.first_section, task.end_section) as section:
             task.section.clear()
-            with task.runs(section) as (first_page, end_page, run_page):
+            with runs(k, section, task.first_key, task.own_page) as (first_page, end_page, run_page):
                 with k.range(first_page, end_page) as page:
                     task.score(page, (page - run_page) * PAGE_TOKENS)
                 task.soften(run_page, first_page, end_page)
@@ -66,6 +66,18 @@ def attention_source(
             task.whole.merge(task.section)
         task.finish()
     return k
+
+
+@contextmanager
+def runs(k: Kernel, section: Value, first_key: Value, own_page: Value) -> Iterator[tuple[Value, Value, Value]]:
+    """Yield each run of a section: its first page, its last but one that is seen, and where it begins."""
+    lowest, end = first_key / PAGE_TOKENS, own_page + 1
+    per_section = SECTION_PAGES // RUN_PAGES
+    first = k.larger(section * per_section, lowest / RUN_PAGES)
+    last = k.smaller((section + 1) * per_section, (end + (RUN_PAGES - 1)) / RUN_PAGES)
+    with k.range(first, last) as run:
+        run_page = run * RUN_PAGES
+        yield k.larger(run_page, lowest), k.smaller(run_page + RUN_PAGES, end), run_page
 
 
 class MixState:
@@ -166,18 +178,6 @@ class _Task:
         for group in range(self.groups):
             pair = q.at(128 * group).load(F32V) + q.at(128 * group + 64).load(F32V)
             self.query_sums.at(4 * (group * self.R + r)).store(cpu_math.total(k, pair) * -INT4_ZERO)
-
-    @contextmanager
-    def runs(self, section: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """Yield each run of a section: its first page, its last but one that is seen, and where it begins."""
-        k = self.k
-        lowest, end = self.first_key / PAGE_TOKENS, self.own_page + 1
-        per_section = SECTION_PAGES // RUN_PAGES
-        first = k.larger(section * per_section, lowest / RUN_PAGES)
-        last = k.smaller((section + 1) * per_section, (end + (RUN_PAGES - 1)) / RUN_PAGES)
-        with k.range(first, last) as run:
-            run_page = run * RUN_PAGES
-            yield k.larger(run_page, lowest), k.smaller(run_page + RUN_PAGES, end), run_page
 
     def score(self, page: Value, at: Value) -> None:
         """scores[r, at + i] = q[r] . keys of the page's token i."""

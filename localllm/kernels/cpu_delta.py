@@ -32,7 +32,8 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_recurrence import ROWS_AHEAD, Prepared, Sweep, TokenSegment, TokenWalk, softplus
 from localllm.kernels.cpu_states import StateTables
 from localllm.kernels.delta_rule import L2_EPS, DeltaWeights
-from localllm.kernels.sizes import STEP_ROWS, DeltaShape, OutputGate, StatePlace
+from localllm.kernels.sizes import OutputGate
+from localllm.kernels.state_shapes import STEP_ROWS, DeltaShape, StatePlace
 
 
 def key_floats(shape: DeltaShape) -> int:

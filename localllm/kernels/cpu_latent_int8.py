@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
-from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, MixState, part_floats, write_row
+from localllm.kernels.cpu_attention import (
+    NOTHING,
+    RUN_PAGES,
+    SECTION_PAGES,
+    MixState,
+    part_floats,
+    runs,
+    write_row,
+)
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
@@ -31,8 +37,7 @@ from localllm.kernels.cpu_tiles import Tiles
 from localllm.kernels.kv_page import LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-RUN_PAGES = 4  # whose weights share a peak, and whose products are added up before they become floats
-RUN_TOKENS = RUN_PAGES * PAGE_TOKENS
+RUN_TOKENS = RUN_PAGES * PAGE_TOKENS  # whose weights share a peak, and whose products are added up as whole numbers
 STEP_TOKENS = 2 * LANES  # that all rows' queries are multiplied with at once
 BLOCK_BYTES = 64  # of a row that one product of tiles takes
 NIBBLES = 0x0F0F0F0F
@@ -53,7 +58,7 @@ def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
         with k.range(task.first_section, task.end_section) as section:
             task.section.clear()
-            with task.runs(section) as (first_page, end_page, run_page):
+            with runs(k, section, task.first_key, task.own_page) as (first_page, end_page, run_page):
                 task.forget_scores()
                 with k.range(first_page, end_page) as page:
                     task.score(page, page - run_page)
@@ -170,18 +175,6 @@ class _Task:
                 place = (block + LANES * i // BLOCK_BYTES) * self.query_block_bytes + LANES * i % BLOCK_BYTES
                 self.queries.at(r * BLOCK_BYTES).at(place).store(code.convert("trunc", cpu_kv.BYTES), 1)
             block = self.latent_blocks
-
-    @contextmanager
-    def runs(self, section: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """Yield each run of a section: its first page, its last but one that is seen, and where it begins."""
-        k = self.k
-        lowest, end = self.first_key / PAGE_TOKENS, self.own_page + 1
-        per_section = SECTION_PAGES // RUN_PAGES
-        first = k.larger(section * per_section, lowest / RUN_PAGES)
-        last = k.smaller((section + 1) * per_section, (end + (RUN_PAGES - 1)) / RUN_PAGES)
-        with k.range(first, last) as run:
-            run_page = run * RUN_PAGES
-            yield k.larger(run_page, lowest), k.smaller(run_page + RUN_PAGES, end), run_page
 
     def forget_scores(self) -> None:
         """Begin a run."""

@@ -25,7 +25,7 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_recurrence import ROWS_AHEAD, Prepared, Sweep, TokenSegment, TokenWalk, softplus
 from localllm.kernels.cpu_states import StateTables
 from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.sizes import STEP_ROWS, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import STEP_ROWS, Mamba2Shape, StatePlace
 
 
 def group_floats(shape: Mamba2Shape) -> int:

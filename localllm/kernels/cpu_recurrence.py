@@ -7,6 +7,7 @@ See `cpu_delta`, which has both in their first form. Each kernel of such a layer
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -14,7 +15,7 @@ from typing import Generic, TypeVar
 from localllm.kernels import cpu_math
 from localllm.kernels.cpu_ir import F32, F32V, I32, LANES, Kernel, Value
 from localllm.kernels.cpu_states import StateSegment
-from localllm.kernels.sizes import STEP_ROWS, ConvolvedShape
+from localllm.kernels.state_shapes import STEP_ROWS, ConvolvedShape
 
 HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
 FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
@@ -203,7 +204,7 @@ class Sweep:
         return tile * self.tile_bytes + 4 * LANES * feature
 
 
-class TokenWalk(Generic[S]):
+class TokenWalk(ABC, Generic[S]):
     """A segment's tokens in one head, of which a state takes in one after the other. key_head: whose keys are its."""
 
     def __init__(self, k: Kernel, shape: S, segment: TokenSegment[S], head: Value, key_head: Value) -> None:
@@ -234,7 +235,7 @@ class TokenWalk(Generic[S]):
                 with segment.snapshots() as (wanted, part), k.when(wanted.compare("eq", after)):
                     sweep.copy(target, part.at(offset))
 
+    @abstractmethod
     def _outputs(self, sweep: Sweep, tile: Value, position: Value, row: Value) -> tuple[Value | None, list[Value]]:
         """Write what comes out of one token over its values. Returns its decay, if it has one, and what its keys
         write."""
-        raise NotImplementedError

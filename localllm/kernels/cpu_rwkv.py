@@ -28,7 +28,7 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_shift import keep_rows
 from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.rwkv7 import LOG_DECAY, SMALLEST_NORM, TimeMixWeights
-from localllm.kernels.sizes import RWKV7_KEPT, RWKV7_PROJECTED, Rwkv7Shape, StatePlace
+from localllm.kernels.state_shapes import RWKV7_KEPT, RWKV7_PROJECTED, Rwkv7Shape, StatePlace
 
 HALVES = 2  # of a sum over key features
 FEATURES_A_STEP = 4

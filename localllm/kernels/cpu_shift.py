@@ -10,7 +10,7 @@ from localllm.kernels.cpu_ir import F32V, I32, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_states import StateSegment
-from localllm.kernels.sizes import REPLAYED_ROWS, STEP_ROWS, StateShape
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, StateShape
 
 S = TypeVar("S", bound=StateShape)
 _VECTOR = 4 * LANES

@@ -18,7 +18,7 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step
 from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.sizes import STEP_ROWS, ConvShape, StatePlace
+from localllm.kernels.state_shapes import STEP_ROWS, ConvShape, StatePlace
 
 _BYTES = 4 * LANES  # of a vector
 

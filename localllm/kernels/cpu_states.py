@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu_ir import I64, PTR, Kernel, Value
-from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS, StateShape
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, StateShape
 
 _SEGMENT_BYTES = 8 * len(STATE_WORDS)
 S = TypeVar("S", bound=StateShape)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import DeltaShape, OutputGate
+from localllm.kernels.sizes import OutputGate
+from localllm.kernels.state_shapes import DeltaShape
 
 L2_EPS = 1e-6
 

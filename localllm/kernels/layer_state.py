@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from localllm.kernels.sizes import StateShape
+from localllm.kernels.state_shapes import StateShape
 
 S = TypeVar("S", bound=StateShape, covariant=True)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import Mamba2Shape
+from localllm.kernels.state_shapes import Mamba2Shape
 
 
 @dataclass(frozen=True, eq=False)

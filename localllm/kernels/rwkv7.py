@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import REPLAYED_ROWS, RWKV7_KEPT, Rwkv7Shape, StateShape
+from localllm.kernels.state_shapes import REPLAYED_ROWS, RWKV7_KEPT, Rwkv7Shape, StateShape
 
 LOG_DECAY = -0.6065306597126334  # of a decay's sigmoid: -exp(-0.5)
 SMALLEST_NORM = 1e-12

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_state import StateRows
-from localllm.kernels.sizes import STEP_ROWS, ConvShape
+from localllm.kernels.state_shapes import STEP_ROWS, ConvShape
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localllm.kernels.sizes import (
-    RWKV7_PROJECTED,
-    ConvShape,
-    DeltaShape,
-    Glu,
-    KVShape,
-    Mamba2Shape,
-    OutputGate,
-    RouterConfig,
-    Rwkv7Shape,
-    ShiftShape,
-)
+from localllm.kernels.sizes import Glu, KVShape, OutputGate, RouterConfig
+from localllm.kernels.state_shapes import RWKV7_PROJECTED, ConvShape, DeltaShape, Mamba2Shape, Rwkv7Shape, ShiftShape
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -329,7 +319,8 @@ SingleMixer = KeyValue | Recurrent
 
 @dataclass(frozen=True)
 class BesideConfig:
-    """Mixers beside each other: all read the same norm, and what they make is added up."""
+    """Mixers beside each other: all read the same norm, and what they make is added up. At most one keeps a state, at
+    most one keys and values."""
 
     mixers: tuple[SingleMixer, ...]
 

@@ -23,7 +23,8 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, logits_of
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import Glu, StatePlace
+from localllm.kernels.sizes import Glu
+from localllm.kernels.state_shapes import StatePlace
 from localllm.kernels.tile16 import TILE
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch

@@ -22,7 +22,7 @@ from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
-from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.segment import KVStore, Segment, by_sequence
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from localllm.kernels.cpu_states import PlacedStates, StateTables
-from localllm.kernels.sizes import StatePlace
+from localllm.kernels.state_shapes import StatePlace
 from localllm.layers.segment import Segment, by_sequence
 
 HOST = torch.device("cpu")

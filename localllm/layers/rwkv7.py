@@ -23,7 +23,7 @@ from localllm.kernels.rwkv7 import (
     mix_time,
     shifted,
 )
-from localllm.kernels.sizes import RWKV7_MIXED, StateShape
+from localllm.kernels.state_shapes import RWKV7_MIXED, StateShape
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch, moved
 from localllm.layers.body_parts import BodyParts

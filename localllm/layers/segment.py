@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.paged_attention import LayerPages
-from localllm.kernels.sizes import StatePlace
+from localllm.kernels.state_shapes import StatePlace
 from localllm.layers.low_rank import AppliedAdapter
 
 

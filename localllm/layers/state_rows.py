@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import StateShape
+from localllm.kernels.state_shapes import StateShape
 from localllm.layers.segment import Segment
 
 S = TypeVar("S", bound=StateShape)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeGuard
 
-from localllm.kernels.sizes import KVShape, StateShape
+from localllm.kernels.sizes import KVShape
+from localllm.kernels.state_shapes import StateShape
 from localllm.layers.config import (
     AltUpConfig,
     AttentionConfig,

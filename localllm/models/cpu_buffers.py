@@ -16,7 +16,8 @@ from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, 
 from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
-from localllm.kernels.sizes import TILE, ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
+from localllm.kernels.sizes import TILE
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.beside import mixers_of

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from localllm.kernels.sizes import INT8_GROUP, RWKV7_MIXED, RWKV7_PROJECTED
+from localllm.kernels.sizes import INT8_GROUP
+from localllm.kernels.state_shapes import RWKV7_MIXED, RWKV7_PROJECTED
 from localllm.layers.config import Recurrent, Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 
 

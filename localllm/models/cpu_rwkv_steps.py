@@ -12,7 +12,8 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_rwkv import TimeMixPlaces, time_mix_step
 from localllm.kernels.cpu_shift import shift
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import RWKV7_MIXED, RWKV7_PROJECTED, TILE, Glu
+from localllm.kernels.sizes import TILE, Glu
+from localllm.kernels.state_shapes import RWKV7_MIXED, RWKV7_PROJECTED
 from localllm.layers.linear import Linear
 from localllm.layers.norm import LayerNorm
 from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix

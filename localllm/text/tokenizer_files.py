@@ -63,6 +63,7 @@ _QWEN2_WORDS = (
 )
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "Qwen3Tokenizer", "Qwen3TokenizerFast")
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "GPTNeoXTokenizerFast", "")
+_UNREAD = ("tokenizer.model", "tiktoken.model", "rwkv_vocab_v20230424.txt")  # of SentencePiece, Kimi, RWKV's World
 
 
 class TokenizerFiles:
@@ -146,7 +147,8 @@ class TokenizerFiles:
         is_qwen = kind in _QWEN2_CLASSES
         why = ""
         if missing := [name for name in ("vocab.json", "merges.txt") if not self.has(name)]:
-            known = "only tokenizer.model, which is not read" if self.has("tokenizer.model") else "no tokenizer"
+            unread = next(filter(self.has, _UNREAD), None)
+            known = "no tokenizer" if unread is None else f"only {unread}, which is not read"
             why = f"{known}; {' and '.join(missing)} missing as well"
         elif not (is_qwen or kind in _GPT2_CLASSES):
             why = f"vocab.json and merges.txt alone do not say how a {str(kind)[:60]} splits words"

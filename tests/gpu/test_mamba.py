@@ -14,7 +14,7 @@ from localllm.kernels.gpu.check_case import Case
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.sizes import REPLAYED_ROWS, STEP_ROWS, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, Mamba2Shape, StatePlace
 from tests.test_mamba_rule import (
     LAYER,
     PADDING,

@@ -16,7 +16,8 @@ from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check_case import Case
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch
-from localllm.kernels.sizes import ConvShape, Weights
+from localllm.kernels.sizes import Weights
+from localllm.kernels.state_shapes import ConvShape
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint

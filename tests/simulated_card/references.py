@@ -46,7 +46,8 @@ from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.short_conv import convolve as convolve_by_reference
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, StatePlace, StateShape
+from localllm.kernels.sizes import Glu, RouterConfig
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
 from tests.simulated_card.device import SimulatedCard
 
 

@@ -23,7 +23,8 @@ from localllm.kernels.gpu.check_latent import LatentHeads
 from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interpreted, recorded
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
-from localllm.kernels.sizes import ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, Weights
+from localllm.kernels.sizes import Glu, RouterConfig, Weights
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.

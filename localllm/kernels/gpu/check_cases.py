@@ -29,7 +29,8 @@ from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import CENTRED, ConvShape, DeltaShape, Glu, Mamba2Shape, RouterConfig, Weights
+from localllm.kernels.sizes import CENTRED, Glu, RouterConfig, Weights
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
 
 _EPS, _RECORD_ALIGN = 1e-5, 64
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with

@@ -17,7 +17,8 @@ from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.sizes import REPLAYED_ROWS, DeltaShape, StatePlace, Weights
+from localllm.kernels.sizes import Weights
+from localllm.kernels.state_shapes import REPLAYED_ROWS, DeltaShape, StatePlace
 
 DELTA = 2e-5  # of the norm: a card's exponentials and roots, and what the states have kept of those before
 _LAYER = 1  # of two

@@ -16,7 +16,7 @@ from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.sizes import REPLAYED_ROWS, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import REPLAYED_ROWS, Mamba2Shape, StatePlace
 
 _LAYER = 1  # of two
 # A prompt, a few tokens behind it, which change nothing, and one that takes them in and has the next of them beside it.

@@ -17,7 +17,8 @@ from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.sizes import ConvShape, StatePlace, Weights
+from localllm.kernels.sizes import Weights
+from localllm.kernels.state_shapes import ConvShape, StatePlace
 
 CONV = 2e-6  # of the norm: sums of a few products
 _LAYER = 1  # of two

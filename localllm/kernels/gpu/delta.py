@@ -28,7 +28,7 @@ from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu.activations import Codes, activated
 from localllm.kernels.gpu.attention_merge import appended, can_code, store_codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, DeltaShape, StatePlace
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, DeltaShape, StatePlace
 
 _REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _L2_EPS = tl.constexpr(delta_rule.L2_EPS)

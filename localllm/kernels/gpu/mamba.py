@@ -27,7 +27,7 @@ from localllm.kernels.gpu.delta import (
 )
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.sizes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, Mamba2Shape, StatePlace
 
 _REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _WORDS = tl.constexpr(len(STATE_WORDS))

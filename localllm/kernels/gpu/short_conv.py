@@ -20,7 +20,7 @@ from localllm.kernels.gpu.attention_merge import can_code, store_codes
 from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.sizes import STATE_WORDS, STEP_ROWS, ConvShape, StatePlace
+from localllm.kernels.state_shapes import STATE_WORDS, STEP_ROWS, ConvShape, StatePlace
 
 _WORDS = tl.constexpr(len(STATE_WORDS))
 _STEP = tl.constexpr(STEP_ROWS)

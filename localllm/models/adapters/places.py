@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.state_shapes import DeltaShape
 from localllm.layers.config import AttentionConfig, DeltaNetConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts

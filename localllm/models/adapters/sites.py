@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from localllm.errors import AdapterError, show
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.state_shapes import DeltaShape
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.low_rank import AdapterWeights, LowRank
 from localllm.models.adapters.places import MatrixPlace, MatrixPlaces

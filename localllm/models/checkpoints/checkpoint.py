@@ -36,7 +36,7 @@ _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 # What changes an answer where a model has it: a config.json that knows nothing of it belongs to other weights.
 _DECIDES = re.compile(
-    r"model\.layers\.\d+\.(?:self_attn\.(?:(?:[qkvo]|qkv|gate)_proj|[qk]_norm(?:\.\d+)?)"
+    r"model\.layers\.\d+\.(?:self_attn\.(?:\w+_proj(?:_with_mqa)?|\w+_conv1d|[qk]_norm(?:\.\d+)?)"
     r"|mlp\.(?:(?:experts\.\d+|shared_expert)\.)?(?:gate|up|down|gate_up)_proj|mlp\.(?:gate|shared_expert_gate)|\w*layernorm)"
     r"\.(?:weight|bias|e_score_correction_bias)"
     r"|model\.layers\.\d+\.(?:self_attn\.sinks|mlp\.act_fn\.\w+|layer_scalar|per_layer_\w+\.weight|router\.\w+)"

@@ -7,8 +7,8 @@ from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAMBA2_DEFAULTS,
     MAX_INTERMEDIATE,
-    MAX_LAYERS,
     hidden_size,
+    layer_numbers,
     mamba2_split,
     num_layers,
     read_attentions,
@@ -17,7 +17,7 @@ from localllm.models.families.reading import (
     read_model,
     with_defaults,
 )
-from localllm.models.fields import Fields, is_integer
+from localllm.models.fields import Fields
 
 DEFAULTS: dict[str, object] = {
     **MAMBA2_DEFAULTS,
@@ -52,7 +52,5 @@ def read_expanded(fields: Fields) -> Mamba2Config:
 
 def _attending(fields: Fields) -> list[bool]:
     """Return which layers have attention."""
-    count, named = num_layers(fields), fields.items("attn_layer_indices", most=MAX_LAYERS) or []
-    if not all(is_integer(layer) and 0 <= layer < count for layer in named):
-        raise fields.refuse("attn_layer_indices", f"numbers of layers below num_hidden_layers = {count}")
-    return [layer in named for layer in range(count)]
+    named = layer_numbers(fields, "attn_layer_indices") or []
+    return [layer in named for layer in range(num_layers(fields))]

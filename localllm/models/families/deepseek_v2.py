@@ -5,7 +5,7 @@ from __future__ import annotations
 from localllm.layers.config import MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families.glm4_moe import RENAMES
-from localllm.models.families.latent import read_latent_attention
+from localllm.models.families.latent import read_latent_attention, require_usual
 from localllm.models.families.reading import (
     MAX_LAYERS,
     num_layers,
@@ -38,6 +38,7 @@ DEFAULTS: dict[str, object] = {
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
+    require_usual(fields, scoring_func="softmax", moe_layer_freq=1)
     attention, has_bias = read_latent_attention(fields), fields.flag("mlp_bias")
     experts, shared = read_mlp(fields, "moe_intermediate_size"), read_shared(fields, "n_shared_experts")
     method = fields.optional_text("topk_method")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families.glm4_moe import RENAMES, draft_renames
-from localllm.models.families.latent import read_latent_attention
+from localllm.models.families.latent import read_latent_attention, require_usual
 from localllm.models.families.reading import (
     MAX_LAYERS,
     grouped_layers,
@@ -45,13 +45,14 @@ DEFAULTS: dict[str, object] = {
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
-    return read_grouped(fields, fields.integer("first_k_dense_replace", 0, MAX_LAYERS))
+    return read_grouped(fields)
 
 
-def read_grouped(fields: Fields, num_dense: int) -> ModelConfig:
-    """Return the model, of which the first `num_dense` layers have no experts."""
+def read_grouped(fields: Fields) -> ModelConfig:
+    """Return a model of latent attention and experts that are chosen by groups."""
+    require_usual(fields, scoring_func="sigmoid", moe_layer_freq=1)
     count, extra = num_layers(fields), fields.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS)
-    layers = grouped_layers(fields, [read_latent_attention(fields)] * count, num_dense)
+    layers = grouped_layers(fields, [read_latent_attention(fields)] * count)
     interleaves = fields.flag("rope_interleave", if_null=True)
     stored = StoredForm(RENAMES, interleaves_heads=interleaves, num_extra_layers=extra or 0)
     model = read_model(fields, layers, stored=stored)

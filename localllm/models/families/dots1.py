@@ -5,7 +5,6 @@ from __future__ import annotations
 from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families import glm4_moe
 from localllm.models.families.reading import (
-    MAX_LAYERS,
     declared_kinds,
     grouped_layers,
     num_layers,
@@ -36,8 +35,7 @@ def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
     has_bias = fields.flag("attention_bias")
     attentions = read_attentions(fields, _kinds(fields), qk_norm="head", has_bias=has_bias, has_output_bias=has_bias)
-    num_dense = fields.optional_integer("first_k_dense_replace", 0, MAX_LAYERS) or 0
-    return read_model(fields, grouped_layers(fields, attentions, num_dense), stored=StoredForm(glm4_moe.RENAMES))
+    return read_model(fields, grouped_layers(fields, attentions), stored=StoredForm(glm4_moe.RENAMES))
 
 
 def _kinds(fields: Fields) -> tuple[str, ...]:

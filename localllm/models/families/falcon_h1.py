@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.layers.config import AttentionConfig, BesideConfig, Mamba2Config
@@ -88,8 +89,8 @@ def _read_attention(fields: Fields) -> AttentionConfig:
 def _multipliers(fields: Fields, projected: list[str]) -> tuple[tuple[str, float], ...]:
     """Return what the matrices are multiplied by. projected: the ends of the names of what Mamba 2 projects."""
     inside = _multiplier(fields, "ssm_in_multiplier")
-    own = fields.numbers("ssm_multipliers", len(projected), _SMALLEST, _LARGEST)
-    gate, down = fields.numbers("mlp_multipliers", 2, _SMALLEST, _LARGEST)
+    own = _multiplier_list(fields, "ssm_multipliers", len(projected))
+    gate, down = _multiplier_list(fields, "mlp_multipliers", 2)
     values = _multiplier(fields, "attention_in_multiplier") * _multiplier(fields, "attention_out_multiplier")
     found = {
         **{f"{name}.": inside * each for name, each in zip(projected, own, strict=True)},
@@ -99,6 +100,11 @@ def _multipliers(fields: Fields, projected: list[str]) -> tuple[tuple[str, float
         ".mlp.down_proj.": down,
     }
     return tuple((name, by) for name, by in found.items() if by != 1.0)
+
+
+def _multiplier_list(fields: Fields, key: str, count: int) -> Sequence[float]:
+    """Return so many multipliers, of which null is all ones."""
+    return [1.0] * count if fields.get(key) is None else fields.numbers(key, count, _SMALLEST, _LARGEST)
 
 
 def _multiplier(fields: Fields, key: str) -> float:

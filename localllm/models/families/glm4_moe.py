@@ -42,8 +42,7 @@ def parse(fields: Fields) -> ModelConfig:
     qk_norm = "head" if fields.flag("use_qk_norm") else None
     has_bias, extra = fields.flag("attention_bias"), fields.optional_integer("num_nextn_predict_layers", 0, MAX_LAYERS)
     attentions = read_attentions(fields, rotates_partially=True, qk_norm=qk_norm, has_bias=has_bias)
-    num_dense, count = fields.integer("first_k_dense_replace", 0, MAX_LAYERS), num_layers(fields)
-    layers = grouped_layers(fields, attentions, num_dense)
+    layers, count = grouped_layers(fields, attentions), num_layers(fields)
     model = read_model(fields, layers, stored=StoredForm(RENAMES, num_extra_layers=extra or 0))
     return with_draft_head(model, layers[-1], draft_renames(count)) if extra else model
 

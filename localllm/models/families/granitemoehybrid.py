@@ -30,20 +30,22 @@ _KINDS = {"mamba": LINEAR, "attention": FULL}  # as older files have it
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
-    body, mamba2 = _feed_forward(fields), read_expanded(fields)
+    body, kinds = _feed_forward(fields), _kinds(fields)
+    mamba2 = read_expanded(fields) if LINEAR in kinds else None  # else the file's sizes of it mean nothing
     position = fields.optional_text("position_embedding_type")
     if position not in (None, "rope", "nope"):
         raise unsupported(fields.source, f"position_embedding_type {position}", "rope, nope")
     attention = granite.read_attention(fields)
     attention = attention if position == "rope" else without_positions(attention)
-    layers = [LayerConfig(attention if kind == FULL else mamba2, body) for kind in _kinds(fields)]
+    layers = [LayerConfig(attention if kind == FULL else mamba2, body) for kind in kinds]
     shared = ".mlp.shared_expert" if isinstance(body, MoEConfig) else ".mlp"
     renames = (
         *granitemoe.RENAMES,
         (".shared_mlp.input_linear.", f"{shared}.gate_up_proj."),
         (".shared_mlp.output_linear.", f"{shared}.down_proj."),
     )
-    return granite.granite(fields, layers, stored=StoredForm(renames, splits=(mamba2_split(mamba2),)))
+    splits = () if mamba2 is None else (mamba2_split(mamba2),)
+    return granite.granite(fields, layers, stored=StoredForm(renames, splits=splits))
 
 
 def _feed_forward(fields: Fields) -> MLPConfig | MoEConfig:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.state_shapes import DeltaShape
 from localllm.layers.config import DeltaNetConfig, MoEConfig
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
-from localllm.models.families.latent import read_latent_attention
+from localllm.models.families.latent import read_latent_attention, require_usual
 from localllm.models.families.reading import (
     MAX_CONV_WIDTH,
     MAX_HEAD_DIM,
@@ -20,7 +20,7 @@ from localllm.models.families.reading import (
     read_mlp,
     read_model,
     read_shared,
-    unsupported,
+    sparse_flags,
     with_defaults,
 )
 from localllm.models.fields import Fields, is_integer
@@ -80,9 +80,10 @@ RENAMES = (
 def parse(fields: Fields) -> ModelConfig:
     fields, linear = with_defaults(fields, DEFAULTS), fields.section("linear_attn_config")
     fields = replace(fields, raw={**fields.raw, **_renamed(fields, _KEYS), **_renamed(linear, _LINEAR_KEYS)})
+    require_usual(fields, moe_router_activation_func="sigmoid", moe_layer_freq=1, mla_use_nope=True)
     delta, attention = _delta_attention(fields), read_latent_attention(fields, rotates=False)
     dense, moe = read_mlp(fields), _moe(fields)
-    kinds = zip(_kinds(fields, linear), _sparse(fields), strict=True)
+    kinds = zip(_kinds(fields, linear), sparse_flags(fields), strict=True)
     layers = [
         LayerConfig(attention if kind == FULL else delta, moe if is_sparse else dense) for kind, is_sparse in kinds
     ]
@@ -118,16 +119,3 @@ def _kinds(fields: Fields, linear: Fields | None) -> Sequence[str]:
     if FULL not in kinds:
         raise fields.refuse("layer_types", f"at least one layer of {FULL}")
     return kinds
-
-
-def _sparse(fields: Fields) -> Sequence[bool]:
-    """Return which layers have experts."""
-    count, kinds = num_layers(fields), fields.items("mlp_layer_types", most=MAX_LAYERS)
-    if kinds is None:
-        first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS)
-        return [number >= first for number in range(count)]
-    if len(kinds) != count:
-        raise fields.refuse("mlp_layer_types", f"a list of num_hidden_layers = {count} entries")
-    if not set(kinds) <= {"dense", "sparse"}:
-        raise unsupported(fields.source, "mlp_layer_types of another kind", "dense, sparse")
-    return [kind == "sparse" for kind in kinds]

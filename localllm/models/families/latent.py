@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 
+from localllm.errors import show
 from localllm.layers.config import LatentAttentionConfig, RopeConfig
-from localllm.models.families.reading import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, read_ropes
+from localllm.models.families.reading import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, read_ropes, unsupported
 from localllm.models.fields import Fields
 from localllm.models.rope_fields import FULL, ROPE_KINDS, rope_sections
+
+
+def require_usual(fields: Fields, **usual: object) -> None:
+    """Raise UnsupportedModelError where a key of the file has another value than this one, which is as good as none."""
+    for key, value in usual.items():
+        if (found := fields.get(key)) is not None and found != value:
+            raise unsupported(fields.source, f"{key} {show(found)} in this family", f"{key} {show(value)}")
 
 
 def read_latent_attention(fields: Fields, *, rotates: bool = True) -> LatentAttentionConfig:

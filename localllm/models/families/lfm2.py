@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from localllm.kernels.sizes import ConvShape
+from localllm.kernels.state_shapes import ConvShape
 from localllm.layers.config import Mixer, MLPConfig, ShortConvConfig
 from localllm.models.architecture import ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAX_CONV_WIDTH,
     MAX_INTERMEDIATE,
-    MAX_LAYERS,
     declared_kinds,
     dense_layers,
     hidden_size,
+    layer_numbers,
     num_layers,
     read_attentions,
     read_mlp,
     read_model,
     with_defaults,
 )
-from localllm.models.fields import Fields, is_integer
+from localllm.models.fields import Fields
 from localllm.models.rope_fields import FULL, SLIDING
 
 CONV = "conv"
@@ -90,12 +90,8 @@ def _kinds(fields: Fields) -> Sequence[str]:
     """Return the kind of each layer, by the list of those with attention where the file has no other."""
     if (kinds := declared_kinds(fields, (CONV, FULL))) is not None:
         return kinds
-    layers, full = range(num_layers(fields)), fields.items("full_attn_idxs", most=MAX_LAYERS)
-    if full is None:
-        return [FULL for _ in layers]
-    if not all(is_integer(number) and number in layers for number in full):
-        raise fields.refuse("full_attn_idxs", f"numbers of layers below num_hidden_layers = {len(layers)}")
-    return [FULL if number in full else CONV for number in layers]
+    layers, full = range(num_layers(fields)), layer_numbers(fields, "full_attn_idxs")
+    return [FULL if full is None or number in full else CONV for number in layers]
 
 
 def _mlp(fields: Fields) -> MLPConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAX_INTERMEDIATE,
+    UNBOUNDED_TOKENS,
     hidden_size,
     mamba2_split,
     num_layers,
@@ -27,8 +28,7 @@ DEFAULTS: dict[str, object] = {
     "use_bias": False,
     "layer_norm_epsilon": 1e-5,
     "bos_token_id": 0,
-    # Nothing in it ends with a number of tokens.
-    "max_position_embeddings": 1 << 20,
+    "max_position_embeddings": UNBOUNDED_TOKENS,
 }
 KEYS = {
     "heads": "num_heads",

@@ -42,7 +42,6 @@ DEFAULTS: dict[str, object] = {
     "ssm_state_size": 128,
     "conv_kernel": 4,
     "use_conv_bias": True,
-    "time_step_min": 0.001,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 7688,
@@ -72,7 +71,7 @@ def parse(fields: Fields) -> ModelConfig:
     fields = replace(fields, raw={**fields.raw, "num_hidden_layers": len(kinds)})
     if fields.get("moe_latent_size") is not None:
         raise unsupported(fields.source, "experts of a latent size (moe_latent_size)", "experts of the hidden size")
-    state_space = read_mamba2(fields, KEYS, least_step=fields.number("time_step_min", 0.0, 1e3))
+    state_space = read_mamba2(fields, KEYS)
     dense = MLPConfig(
         fields.integer("intermediate_size", 1, MAX_INTERMEDIATE),
         read_activation(fields, "mlp_hidden_act"),

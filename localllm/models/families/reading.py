@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from localllm.errors import UnsupportedModelError, show
-from localllm.kernels.sizes import DeltaShape, Mamba2Shape, RouterConfig, Scores
+from localllm.kernels.sizes import RouterConfig, Scores
+from localllm.kernels.state_shapes import DeltaShape, Mamba2Shape
 from localllm.layers.config import (
     MAX_EXPERTS,
     Activation,
@@ -47,6 +48,7 @@ MAX_HEAD_DIM = 2048
 MAX_VOCAB = 1 << 22
 _MAX_TOKEN_ID = (1 << 31) - 1
 _MAX_EOS_TOKENS = 256
+UNBOUNDED_TOKENS = 1 << 20  # of a model in which nothing ends with a number of them
 MAX_CONV_WIDTH = 8
 _INFINITY = "Infinity"
 
@@ -292,9 +294,8 @@ def read_mamba2(
     )
     if heads % shape.num_groups:
         raise fields.refuse(names["groups"], f"a divisor of {names['heads']} = {heads}")
-    bounds = {} if "least_step" in traits else _step_bounds(fields)
     has_conv_bias, has_bias = fields.flag(names["conv_bias"]), fields.flag(names["bias"])
-    traits = {"has_bias": has_bias, "has_output_bias": has_bias, **bounds, **traits}
+    traits = {"has_bias": has_bias, "has_output_bias": has_bias, **_step_bounds(fields), **traits}
     return Mamba2Config(shape, has_conv_bias=has_conv_bias, **traits)
 
 
@@ -409,24 +410,44 @@ def read_shared(fields: Fields, count: str, **traits: Any) -> MLPConfig | None:
     return replace(one, intermediate_size=shared * one.intermediate_size) if shared else None
 
 
-def grouped_layers(fields: Fields, attentions: Sequence[KeyValue], num_dense: int) -> list[LayerConfig]:
-    """Return layers as DeepSeek's files describe them: the first num_dense are dense, the others choose by groups."""
+def grouped_layers(fields: Fields, attentions: Sequence[KeyValue]) -> list[LayerConfig]:
+    """Return layers as DeepSeek's files describe them: dense ones, and those whose experts are chosen by groups."""
     experts = read_mlp(fields, "moe_intermediate_size")
     moe = MoEConfig(grouped_router(fields), experts, read_shared(fields, "n_shared_experts"))
     dense = read_mlp(fields)
-    return [LayerConfig(attention, dense if layer < num_dense else moe) for layer, attention in enumerate(attentions)]
+    pairs = zip(attentions, sparse_flags(fields), strict=True)
+    return [LayerConfig(attention, moe if sparse else dense) for attention, sparse in pairs]
+
+
+def sparse_flags(fields: Fields) -> Sequence[bool]:
+    """Return which layers have experts: those that the file lists, or all but the first ones."""
+    count, kinds = num_layers(fields), fields.items("mlp_layer_types", most=MAX_LAYERS)
+    if kinds is None:
+        first = fields.optional_integer("first_k_dense_replace", 0, MAX_LAYERS) or 0
+        return [number >= first for number in range(count)]
+    if len(kinds) != count:
+        raise fields.refuse("mlp_layer_types", f"a list of num_hidden_layers = {count} entries")
+    if not set(kinds) <= {"dense", "sparse"}:
+        raise unsupported(fields.source, "mlp_layer_types of another kind", "dense, sparse")
+    return [kind == "sparse" for kind in kinds]
 
 
 def sparse_layers(fields: Fields, mixers: Sequence[Mixer], moe: MoEConfig) -> list[LayerConfig]:
     """Return layers as Qwen's files describe them: every so many has experts, but those that are named."""
     step, count = fields.integer("decoder_sparse_step", 1, MAX_LAYERS), num_layers(fields)
-    named = fields.items("mlp_only_layers", most=MAX_LAYERS) or []
-    if not all(is_integer(layer) and 0 <= layer < count for layer in named):
-        raise fields.refuse("mlp_only_layers", f"numbers of layers below num_hidden_layers = {count}")
+    named = layer_numbers(fields, "mlp_only_layers") or []
     dense = read_mlp(fields)
     is_sparse = [(layer + 1) % step == 0 and layer not in named for layer in range(count)]
     pairs = zip(mixers, is_sparse, strict=True)
     return [LayerConfig(mixer, moe if sparse else dense) for mixer, sparse in pairs]
+
+
+def layer_numbers(fields: Fields, key: str) -> Sequence[object] | None:
+    """Return the numbers of layers, from 0 on, that a file lists under a key; None where it has no such list."""
+    count, listed = num_layers(fields), fields.items(key, most=MAX_LAYERS)
+    if listed is not None and not all(is_integer(layer) and 0 <= layer < count for layer in listed):
+        raise fields.refuse(key, f"numbers of layers below num_hidden_layers = {count}")
+    return listed
 
 
 def read_activation(fields: Fields, key: str = "") -> Activation:

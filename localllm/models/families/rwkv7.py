@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from localllm.kernels.sizes import Rwkv7Shape, ShiftShape
+from localllm.kernels.state_shapes import Rwkv7Shape, ShiftShape
 from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 from localllm.models.architecture import LayerConfig, ModelConfig, StoredForm
 from localllm.models.families.reading import (
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
     MAX_LAYERS,
+    UNBOUNDED_TOKENS,
     hidden_size,
     num_layers,
     read_model,
@@ -40,6 +41,8 @@ _RENAMES = (("model.embeddings.", "model.embed_tokens."), ("model.layers.0.pre_n
 
 def parse(fields: Fields) -> ModelConfig:
     fields = with_defaults(fields, DEFAULTS)
+    # The file's number is of training: nothing in the model ends with a number of tokens.
+    fields = replace(fields, raw={**fields.raw, "max_position_embeddings": UNBOUNDED_TOKENS})
     _refuse_others(fields)
     return read_model(
         fields,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.sizes import DeltaShape
+from localllm.kernels.state_shapes import DeltaShape
 from localllm.layers.config import DeltaNetConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import BlockLayout, Grouped, Matrix, Vector

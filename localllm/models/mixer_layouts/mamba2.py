@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.kernels.sizes import Mamba2Shape
+from localllm.kernels.state_shapes import Mamba2Shape
 from localllm.layers.config import Mamba2Config
 from localllm.models.layout import BlockLayout, Matrix, Vector
 from localllm.models.mixer_layouts.around import ATTENTION_NORMS, Around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from localllm.kernels.sizes import RWKV7_MIXED
+from localllm.kernels.state_shapes import RWKV7_MIXED
 from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 from localllm.models.layout import BlockLayout, Matrix, Vector
 from localllm.models.mixer_layouts.around import Around, norm_vectors
