@@ -17,7 +17,6 @@ from localllm.engine.weights import as_stored, choose_weights, compact_form, is_
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
-from localllm.models.kept_uses import kept_uses
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.hit_curve import HitCurve
 from localllm.offload.planner.host_placements import LOGIT_ROWS
@@ -166,6 +165,8 @@ class ModelPlanner:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         if shape.mixtures and self.files is not None:
+            from localllm.models.kept_uses import kept_uses  # no other model's plan needs it
+
             directory = packed_directory(self.files, self.weights) if packed is None else packed.directory
             shape = replace(shape, hit_curve=HitCurve.of(kept_uses(directory), shape.hit_curve))
         if self.draft is not None:
