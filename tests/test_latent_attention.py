@@ -145,6 +145,19 @@ def test_what_others_get_beside_a_token_that_takes_half_is_not_rounded_away(isa:
 
 
 @native_isa
+def test_scores_whose_rounding_is_large_do_not_wrap_a_weight(isa: Isa) -> None:
+    segments = placed(KV_FORMATS["int8"], (64, 64, 32), [(255, 1)])
+    pages = segments[0].kv.layer(1, 255, 1)
+    rows = torch.cat([kv_page.load(pages.dense, page[None])[0][0] for page in pages.pages])[:64]
+    queries = kv_page.rotated(rows)[None]  # each of which finds itself
+    queries = queries * (1e6 / (SCALE * queries.square().sum(-1, keepdim=True)))
+    keys = random(1, 1, 96, seed=1)
+    found = native(isa, segments, queries, keys, 64)
+    expected = paged_attention.paged_attention(queries, pages, 255, scale=SCALE)
+    assert (found - expected).norm(dim=-1).max() < 0.05 * expected.norm(dim=-1).min()
+
+
+@native_isa
 def test_what_is_not_finite_stays_so(isa: Isa) -> None:
     segments = placed(KV_FORMATS["int8"], SHAPES[0], [(100, 2)])
     queries, keys = random(2, 5, 96), random(2, 1, 96, seed=1)

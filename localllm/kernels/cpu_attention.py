@@ -70,7 +70,7 @@ def attention_source(
 
 @contextmanager
 def runs(k: Kernel, section: Value, first_key: Value, own_page: Value) -> Iterator[tuple[Value, Value, Value]]:
-    """Yield each run of a section: its first page, its last but one that is seen, and where it begins."""
+    """Yield each run of a section: its first page that is seen, the one behind its last, and where it begins."""
     lowest, end = first_key / PAGE_TOKENS, own_page + 1
     per_section = SECTION_PAGES // RUN_PAGES
     first = k.larger(section * per_section, lowest / RUN_PAGES)

@@ -91,8 +91,7 @@ class _Task:
         self.query = k.stack(F32, own.head_dim)
         self.codes = k.stack(PTR, RUN_PAGES)  # of each page of a run, bytes [D / 4, 64, 4]
         self.later = k.stack(PTR, RUN_PAGES)  # the pages that will be read in their places
-        # Of INT4 pages, and a block more, which queries of zeros are multiplied with.
-        self.unpacked_bytes = (own.head_dim + BLOCK_BYTES) * PAGE_TOKENS
+        self.unpacked_bytes = own.head_dim * PAGE_TOKENS  # of an INT4 page
         self.unpacked = self._bytes(RUN_PAGES * self.unpacked_bytes if coded.keys == "int4" else 0)
         self.scales = k.stack(F32V, 2 * PAGE_TOKENS // LANES)  # [2, tokens of a page]
         self.bounds = k.stack(F32V, PAGE_TOKENS // LANES)  # of the logarithms of the latents' scales
@@ -103,7 +102,7 @@ class _Task:
         self.weights = self._bytes(2 * padded * RUN_TOKENS)  # [R, 2, tokens of a run], the high byte first
         self.values = self._bytes(2 * RUN_TOKENS * LANES)  # [2, tokens / 4, 16 features, 4]
         self.mix_sums = k.stack(I32V, 2 * 2 * padded)  # [2, R, 2, 16]
-        # Of a run: each row's peak, the sum of its weights, what multiplies what was mixed before, and its products.
+        # Of each row in a run: its peak, the sum of its weights, and what multiplies the mix so far and its products.
         self.peaks, self.totals, self.shrinks, self.factors = (k.stack(F32V, self.row_vectors) for _ in range(4))
         self.section, self.whole = MixState(k, self.latent, rows), MixState(k, self.latent, rows)
         self.lows, self.highs = k.stack(I64, rows), k.stack(I64, rows)  # the keys that a row sees, both included
@@ -130,7 +129,7 @@ class _Task:
         last = (self.rows - 1) * 8
         self.first_key, last_low = self.lows.load(I64, 8), self.lows.at(last).load(I64, 8)
         first_high, self.last_key = self.highs.load(I64, 8), self.highs.at(last).load(I64, 8)
-        # Pages of which all rows see all: from the first of them to the last but one.
+        # Pages of which all rows see all: the first of them, and the one behind the last.
         self.whole_from, self.whole_to = (last_low + (PAGE_TOKENS - 1)) / PAGE_TOKENS, (first_high + 1) / PAGE_TOKENS
         self.own_page = self.last_key / PAGE_TOKENS
         token = a.tokens.at(self._row(k.i64(0))[0] * TOKEN_BYTES)
@@ -356,7 +355,8 @@ class _Task:
 
     def soften(self, first: Value, end: Value) -> None:
         """scores -> weights, whole numbers of exp(score - peak) times the scales of latents, of a run's pages from
-        `first` to `end`; no product is beyond 1, as peaks are of scores and the scales' logarithms."""
+        `first` to `end`. As peaks are of scores and the scales' logarithms, a product is beyond 1 by the rounding of
+        large scores alone."""
         k = self.k
         with k.range(k.i64(0), self.rows) as r:
             row, weights = self.scores.at(r * (4 * RUN_TOKENS)), self.weights.at(r * (2 * RUN_TOKENS))
@@ -366,7 +366,8 @@ class _Task:
             with k.range(first * PAGE_TOKENS, end * PAGE_TOKENS, LANES) as i:
                 weight = cpu_math.exp(k, row.at(i * 4).load(F32V, 64) - peak.splat())
                 totals.add(weight)
-                code = k.unary("rint", weight * self.steps.at(i * 4).load(F32V, 64)).convert("fptosi", I32V).freeze()
+                product = k.smaller(weight * self.steps.at(i * 4).load(F32V, 64), k.f32v(MOST_WEIGHT))
+                code = k.unary("rint", product).convert("fptosi", I32V).freeze()
                 for byte, part in enumerate((code >> 8, code)):
                     weights.at(i).at(RUN_TOKENS * byte).store(part.convert("trunc", cpu_kv.BYTES), 1)
             self.peaks.at(r * 4).store(peak)

@@ -1,6 +1,6 @@
 """What CPU kernels of layers share that keep a matrix a head: the convolution in front, and the walk over the tokens.
 
-See `cpu_delta`, which has both in their first form. Each kernel of such a layer has the arguments `wide`, `gates`,
+Each kernel of such a layer has the arguments `wide`, `gates`,
 `zeros`, `conv`, `stride`, `rows`, `keys`, `values` and those of `StateSegment`, as far as it needs them.
 """
 

@@ -21,6 +21,7 @@ Scores = Literal["softmax", "sigmoid", "chosen", "sparsemixer"]
 
 PAGE_TOKENS = 64
 GROUP = 32  # features of keys and values that share a scale, and that a rotation mixes
+MOST_LATENT_FEATURES = 2048  # for a CPU's kernels, which have what is computed of a task on a thread's stack
 LATENT_SCALES = 2  # of a token's latent, and of its key that rotates
 Coding = Literal["dense", "int8", "int4"]
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}

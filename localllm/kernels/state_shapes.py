@@ -100,8 +100,8 @@ class ConvolvedShape(StateShape):
 
 @dataclass(frozen=True)
 class DeltaShape(ConvolvedShape):
-    """A layer of Gated DeltaNet: its heads, and what it keeps of a sequence, float32 matrices [value heads,
-    value_dim / lanes, key_dim, lanes] among it.
+    """A layer of Gated DeltaNet, or of Kimi Delta Attention: its heads, and what it keeps of a sequence, float32
+    matrices [value heads, value_dim / lanes, key_dim, lanes] among it.
 
     key_heads, key_dim: of queries and of keys. value_heads: a multiple of key_heads.
     conv_width: tokens that the convolution sees, the last one included.
@@ -273,7 +273,7 @@ class Rwkv7Shape(StateShape):
 
     @property
     def fills_vectors(self) -> bool:
-        return self.head_dim % TILE == 0
+        return self.head_dim % TILE == 0 and self.head_dim <= 256  # a head's matrix is on a thread's stack, too
 
     @property
     def heads(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.paged_attention import paged_attention, write
+from localllm.kernels.sizes import MOST_LATENT_FEATURES
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts
@@ -94,7 +95,9 @@ class LatentAttention:
 
     def _mixed(self, queries: Tensor, keys: Tensor, batch: Batch) -> Tensor:
         """queries [T, H, D], keys [T, 1, D], which go to their pages -> [T, H, latent_dim]."""
-        if is_native(batch.segments, queries[..., : self.config.latent_dim]) and is_native(batch.segments, queries):
+        parts = queries, queries[..., : self.config.latent_dim]
+        is_small = self.config.latent_dim <= MOST_LATENT_FEATURES
+        if is_small and all(is_native(batch.segments, part) for part in parts):
             native = batch.native_attention(self.config, self.layer)
             return native.of_latents(queries.float(), keys.float(), self.config, self.layer).to(queries.dtype)
         mixed = []

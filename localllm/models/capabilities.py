@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
+from localllm.kernels.sizes import MOST_LATENT_FEATURES, MOST_SLOTS, TASK_WORDS, TILE, TOKEN_WORDS
 from localllm.layers.config import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -51,17 +51,19 @@ def _is_plain_on_cpu(attention: AttentionConfig) -> bool:
 
 
 def _is_latent_on_cpu(attention: LatentAttentionConfig) -> bool:
-    """Return whether a CPU's steps know such latent attention: vectors fill each part, tiles each head's values."""
+    """Return whether a CPU's steps know such latent attention: vectors fill each part, tiles each head's values, and
+    what is computed of a task fits a thread's stack."""
     parts = attention.latent_dim, attention.shared_dim, attention.rotary_dim
-    return all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
+    is_whole = all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
+    return is_whole and attention.latent_dim <= MOST_LATENT_FEATURES
 
 
 def is_latent_for_gpu(attention: LatentAttentionConfig) -> bool:
-    """Return whether a GPU's kernels know such latent attention: tasks hold all heads of a token, groups fill each
-    part, and the parts of each head fill tiles and groups of packed matrices."""
+    """Return whether a GPU's kernels know such latent attention: it sees all tokens, tasks hold all heads of one,
+    groups fill each part, and the parts of each head fill tiles and groups of packed matrices."""
     parts = attention.latent_dim, attention.shared_dim
     is_whole = all(part % _HALF_VECTOR == 0 for part in parts) and attention.value_dim % TILE == 0
-    return is_whole and attention.num_heads <= MOST_LATENT_HEADS
+    return is_whole and attention.window is None and attention.num_heads <= MOST_LATENT_HEADS
 
 
 def has_one_head_shape(config: ModelConfig) -> bool:

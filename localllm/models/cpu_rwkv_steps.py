@@ -12,7 +12,7 @@ from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_rwkv import TimeMixPlaces, time_mix_step
 from localllm.kernels.cpu_shift import shift
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.sizes import TILE, Glu
+from localllm.kernels.sizes import INT8_GROUP, TILE, Glu
 from localllm.kernels.state_shapes import RWKV7_MIXED, RWKV7_PROJECTED
 from localllm.layers.linear import Linear
 from localllm.layers.norm import LayerNorm
@@ -132,13 +132,17 @@ def packed(linear: Linear) -> PackedMatrix:
     return linear.packed
 
 
+def _takes_padding(matrix: PackedMatrix) -> bool:
+    return matrix.group == INT8_GROUP and matrix.bias is None
+
+
 def has_native_matrices(body: Rwkv7TimeMix | Rwkv7ChannelMix) -> bool:
     """Return whether the steps know the matrices of such a body: in INT4 or INT8, of whole tiles, and whole groups but
-    between two small ones."""
+    between two small ones, of which the second takes what is padded up to INT8_GROUP."""
     small = {id(pair.up) for pair in body.pairs} if isinstance(body, Rwkv7TimeMix) else set()
     return all(
         (matrix := linear.packed) is not None
         and matrix.tiles * TILE == linear.out_features
-        and (matrix.in_features == linear.in_features or id(linear) in small)
+        and (matrix.in_features == linear.in_features or (id(linear) in small and _takes_padding(matrix)))
         for linear in body.linears
     )
