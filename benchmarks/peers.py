@@ -65,8 +65,6 @@ SCHEMA_VERSION = 1
 PAGE = DOCS / "internals" / "peers.md"
 BEGIN, END = "<!-- tables: written by `python -m benchmarks.peers` -->", "<!-- end of the tables -->"
 SPINNING_SHARE = 0.02  # of a core, by all waiting sides: above it one side disturbs another
-_PER_LAYER = {"layer_types", "layers_block_type", "mlp_layer_types"}
-_NUMBERS_OF_LAYERS = {"full_attn_idxs"}
 _USABLE_SHARE = 0.95  # of what is free
 GEN_TOKENS, FEW_TOKENS = 64, 16  # few: of the side that takes an eighth of a second for each
 
@@ -183,10 +181,10 @@ def num_weights(shape: Mapping[str, Any]) -> int:
 def cut_to(shape: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return the shape of the first layers."""
     cut = {**shape, "num_hidden_layers": layers}
-    for key in _PER_LAYER & shape.keys():
-        cut[key] = shape[key][:layers]
-    for key in _NUMBERS_OF_LAYERS & shape.keys():
-        cut[key] = [number for number in shape[key] if number < layers]
+    if "layer_types" in shape:
+        cut["layer_types"] = shape["layer_types"][:layers]
+    if "full_attn_idxs" in shape:
+        cut["full_attn_idxs"] = [number for number in shape["full_attn_idxs"] if number < layers]
     return cut
 
 

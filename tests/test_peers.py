@@ -385,4 +385,3 @@ def test_only_layers_that_attend_keep_something_of_a_token_and_latents_are_keys_
 def test_the_lists_of_a_shape_are_cut_with_its_layers() -> None:
     assert cut_to(shape_of("lfm2-1.2b"), 6)["full_attn_idxs"] == [2, 5]
     assert cut_to(shape_of("granite-4.0-h-micro"), 6)["layer_types"] == ["mamba"] * 5 + ["attention"]
-    assert cut_to({"mlp_layer_types": ["dense", "sparse"]}, 1)["mlp_layer_types"] == ["dense"]

@@ -1,7 +1,7 @@
 """What CPU kernels of layers share that keep a matrix a head: the convolution in front, and the walk over the tokens.
 
-Each kernel of such a layer has the arguments `wide`, `gates`,
-`zeros`, `conv`, `stride`, `rows`, `keys`, `values` and those of `StateSegment`, as far as it needs them.
+Each kernel of such a layer has, as far as it needs them, the arguments `wide`, `gates`, `zeros`, `conv`, `stride`,
+`rows`, `keys`, `values` and those of `StateSegment`.
 """
 
 from __future__ import annotations

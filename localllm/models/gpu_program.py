@@ -546,7 +546,7 @@ def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bo
     if isinstance(mixer, Attention | LatentAttention):
         return _is_known(mixer) and (kv is None or kv.homes[mixer.layer][0] == device)
     if isinstance(mixer, DeltaNet) and (mixer.config.gate != "silu" or mixer.config.rank is not None):
-        return False
+        return False  # the kernels know one gate, made by one matrix
     return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.is_for_gpu
 
 

@@ -39,11 +39,10 @@ def loaded(folder: Path, weights: str, kv: str, family: str = "glm4_moe_lite", l
     return engine
 
 
-# Of INT4 weights the tolerance is for activations in INT8: with pages in bf16 the error is 0.022 and 0.021, too.
 CASES = [
-    ("glm4_moe_lite", "int4-g32", "int8", 0.03),
+    ("glm4_moe_lite", "int4-g32", "int8", 0.02),
     ("deepseek_v2", "fp32", "bf16", EXACT),
-    ("deepseek_v2", "int4-g32", "int4", 0.03),
+    ("deepseek_v2", "int4-g32", "int4", 0.03),  # of activations in INT8: with pages in bf16 it is no less
     ("glm4_moe_lite", "fp32", "bf16", EXACT),
 ]
 
