@@ -588,6 +588,11 @@ def test_a_gguf_file_is_taken_by_every_type_of_model_that_it_may_be_for(model_ty
     assert not holds_type("bert", model_type) and not holds_type("None", model_type)
 
 
+@pytest.mark.parametrize("architecture", ["granite", "granitemoe", "granitehybrid"])
+def test_granite_4_without_mamba_is_called_as_granite_3(architecture):
+    assert holds_type(architecture, "granitemoehybrid")
+
+
 def test_a_gguf_model_is_no_adapter(base, tmp_path):
     write_gguf(base, tmp_path / "model.gguf", all_of("F32"))
     assert "general.type" in refusal(tmp_path / "model.gguf", base)

@@ -480,6 +480,11 @@ def test_a_layer_of_nemotron_is_what_its_tensors_are() -> None:
         parse_config(read_hybrid("nemotron_h", *tensors[1:], **keys), "config.json")
 
 
+def test_features_that_a_share_of_the_hidden_state_would_round_down_are_what_they_were() -> None:
+    made = read_hybrid("mamba2", embedding_length=2816, ssm__inner_size=7680)
+    assert parse_config(made, "config.json").recurrents[0].shape.features == 7680
+
+
 @pytest.mark.parametrize("architecture", ["mamba2", "falcon-h1"])
 @pytest.mark.parametrize("key", MAMBA)
 def test_mamba_2_without_one_of_its_sizes_is_refused(architecture: str, key: str) -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +18,7 @@ from localllm.errors import CheckpointError, UnsupportedModelError
 from localllm.kernels.sizes import Glu, RouterConfig
 from localllm.kernels.state_shapes import DeltaShape, Rwkv7Shape
 from localllm.models.architecture import ModelConfig
+from localllm.models.capabilities import has_plain_steps, is_latent_for_gpu
 from localllm.models.families import load_config, parse_config
 from tests.patience import PATIENCE_S
 
@@ -703,3 +705,15 @@ def test_multipliers_that_are_null_are_ones() -> None:
     null = parse_config({**sizes, "mlp_multipliers": None, "ssm_multipliers": None}, "config.json")
     ones = parse_config({**sizes, "mlp_multipliers": [1, 1], "ssm_multipliers": [1] * 5}, "config.json")
     assert null == ones
+
+
+def test_what_kernels_do_not_know_of_a_mixer_goes_to_torch() -> None:
+    glm = {"model_type": "glm4_moe_lite", "num_hidden_layers": 2}
+    config = parse_config(glm, "config.json")
+    (latents, *_) = config.latents
+    assert has_plain_steps(config) and is_latent_for_gpu(latents)
+    assert not is_latent_for_gpu(replace(latents, window=64))
+    assert not has_plain_steps(parse_config({**glm, "kv_lora_rank": 4096}, "config.json"))  # a thread's stack
+    heads = {"model_type": "rwkv7", "hidden_size": 2048}
+    assert has_plain_steps(parse_config({**heads, "head_dim": 256}, "config.json"))
+    assert not has_plain_steps(parse_config({**heads, "head_dim": 512}, "config.json"))

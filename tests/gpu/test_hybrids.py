@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
+from localllm.layers.delta_net import DeltaNet
 from localllm.models.gpu_program import GpuProgram, is_ours
 from localllm.settings import EngineConfig
 from tests.checkpoints import linear, write_checkpoint
@@ -56,6 +58,13 @@ def test_layers_of_both_kinds_are_computed_as_operators_do(
     for number, size in enumerate((66, 17, 3, 2, 2)):
         found.append(runners[number % 2].forward([Chunk(token_ids, cache, size, all_logits=True)]))
     assert error(torch.cat(found), expected) < tolerance
+
+
+def test_gates_that_the_kernels_do_not_compute_are_torchs(tmp_path: Path) -> None:
+    block = loaded(tmp_path, "int4-g32").model.blocks[0]
+    assert isinstance(block.body, DeltaNet)
+    block.body.config = replace(block.body.config, gate="sigmoid")
+    assert not is_ours(block, block.device)
 
 
 @pytest.mark.parametrize("family", OTHERS)

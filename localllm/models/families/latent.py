@@ -15,7 +15,7 @@ def require_usual(fields: Fields, **usual: object) -> None:
     """Raise UnsupportedModelError where a key of the file has another value than this one, which is as good as none."""
     for key, value in usual.items():
         if (found := fields.get(key)) is not None and found != value:
-            raise unsupported(fields.source, f"{key} {show(found)} in this family", f"{key} {show(value)}")
+            raise unsupported(fields.source, f"{key} = {show(found)} in this family", f"{key} = {show(value)}")
 
 
 def read_latent_attention(fields: Fields, *, rotates: bool = True) -> LatentAttentionConfig:
