@@ -12,7 +12,6 @@ from torch import Tensor
 from localllm.kernels import reference
 from localllm.kernels.cpu_delta import DeltaRoom, Strided
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.delta_rule import DeltaWeights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
@@ -20,7 +19,7 @@ from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import DeltaNetConfig
 from localllm.layers.linear import Linear
-from localllm.layers.native_states import HOST, place_of, tables_of
+from localllm.layers.native_states import is_native, place_of, tables_of
 from localllm.layers.segment import Segment
 from localllm.layers.state_rows import state_rows
 
@@ -75,7 +74,7 @@ class DeltaNet:
         wide = adapted(self.in_proj, x, batch)
         z = wide[:, shape.channels :]
         z = z if self.z_proj is None else adapted(self.z_proj, z, batch)
-        if x.device == HOST and shape.fills_vectors and is_available():
+        if is_native(shape, x):
             mixed = self._native(wide.float(), b, a, z.float(), batch.segments)
             return adapted(self.out_proj, mixed.to(x.dtype), batch)
         z = z.reshape(len(x), shape.value_heads, shape.value_dim)

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_mamba import Mamba2Room
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import Mamba2Config
 from localllm.layers.linear import Linear
-from localllm.layers.native_states import HOST, place_of, tables_of
+from localllm.layers.native_states import is_native, place_of, tables_of
 from localllm.layers.segment import Segment
+from localllm.layers.state_rows import state_rows
 
 
 @dataclass(eq=False)
@@ -77,11 +76,12 @@ class Mamba2:
         steps = reference.linear(x.double(), self.steps_proj.tensors["weight"], self.steps_proj.bias).float()
         add_adapters(self.steps_proj.name, x.float(), steps, batch)
         wide = adapted(self.in_proj, x, batch)
-        if x.device == HOST and shape.fills_vectors and is_available():
+        if is_native(shape, x):
             mixed = self._native(wide.float().contiguous(), steps, batch.segments)
             return adapted(self.out_proj, mixed.to(x.dtype), batch)
         raw = torch.cat((wide[:, shape.features :].float(), steps), dim=-1)
-        mixed = torch.cat([self._mixed(segment, raw[segment.begin : segment.end]) for segment in batch.segments])
+        parts = (state_rows(each, shape, self.layer, raw[each.begin : each.end]) for each in batch.segments)
+        mixed = torch.cat([mix(rows, self.weights) for rows in parts])
         mixed = gated_norm(mixed.flatten(1), wide[:, : shape.features], self.weights, shape.num_groups)
         return adapted(self.out_proj, mixed.to(x.dtype), batch)
 
@@ -92,11 +92,3 @@ class Mamba2:
         places = {"wide": wide, "steps": steps, "mixed": mixed, "num_rows": torch.tensor([len(wide)])}
         Tape(room.steps(best_isa(), self.weights, place, stride=wide.shape[1], **places)).run()
         return mixed
-
-    def _mixed(self, segment: Segment, raw: Tensor) -> Tensor:
-        store = segment.kv.state
-        assert store is not None, "its layer keeps a state"
-        end = segment.past + len(raw)
-        state = LayerState(self.config.shape, store.states.layer(self.layer))
-        snapshots = {position: each.layer(self.layer) for position, each in store.due.items()}
-        return mix(StateRows(state, raw, segment.past, min(store.committed, end), snapshots), self.weights)

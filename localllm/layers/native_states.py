@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_states import PlacedStates, StateTables
-from localllm.kernels.state_shapes import StatePlace
+from localllm.kernels.state_shapes import StatePlace, StateShape
 from localllm.layers.segment import Segment, by_sequence
 
 HOST = torch.device("cpu")
+
+
+def is_native(shape: StateShape, x: Tensor) -> bool:
+    """Return whether a CPU's kernels compute a layer that keeps such states, of x."""
+    return x.device == HOST and shape.fills_vectors and is_available()
 
 
 def placed_states(segments: Sequence[Segment]) -> list[PlacedStates]:

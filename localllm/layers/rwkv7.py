@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_rwkv import TimeMixPlaces, time_mix_step
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.layer_state import LayerState
 from localllm.kernels.reference import ACTIVATIONS
 from localllm.kernels.rwkv7 import (
     TimeMixWeights,
@@ -29,10 +27,10 @@ from localllm.layers.batch import Batch, moved
 from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import Rwkv7ChannelMixConfig, Rwkv7TimeMixConfig
 from localllm.layers.linear import Linear
-from localllm.layers.native_states import HOST, place_of, tables_of
-from localllm.layers.segment import Segment, by_sequence
+from localllm.layers.native_states import is_native, place_of, tables_of
+from localllm.layers.segment import by_sequence
+from localllm.layers.state_rows import state_rows
 
-S = TypeVar("S", bound=StateShape)
 FIRST_VALUES = "first values"  # that a batch carries from the first time mix to the others
 
 
@@ -123,7 +121,7 @@ class Rwkv7TimeMix:
         )
         w, a, g = self.decay(inputs["w"], batch), self.rate(inputs["a"], batch), self.gate(inputs["g"], batch)
         v = self._values(v, inputs["v"], batch)
-        mix = self._native if x.device == HOST and self.config.shape.fills_vectors and is_available() else self._mixed
+        mix = self._native if is_native(self.config.shape, x) else self._mixed
         return adapted(self.o_proj, mix(torch.cat((wide, k, v, w, a, r, g), dim=1), batch).to(x.dtype), batch)
 
     def _values(self, v: Tensor, mixed: Tensor, batch: Batch) -> Tensor:
@@ -149,7 +147,7 @@ class Rwkv7TimeMix:
         raw, r, g = torch.split(wide, [shape.row_floats, shape.features, shape.features], dim=1)
         for segment in by_sequence(batch.segments):
             own = slice(segment.begin, segment.end)
-            mixed[own] = mix_time(_rows(shape, self.layer, raw[own], segment), r[own], g[own], self.weights)
+            mixed[own] = mix_time(state_rows(segment, shape, self.layer, raw[own]), r[own], g[own], self.weights)
         return mixed
 
 
@@ -185,7 +183,7 @@ class Rwkv7ChannelMix:
         shape, wide = self.config.shape, x.float()
         (mixed,) = shifted(wide, _before(shape, self.layer, wide, batch), self.mix[None])
         for segment in by_sequence(batch.segments):
-            mix_channels(_rows(shape, self.layer, wide[segment.begin : segment.end], segment))
+            mix_channels(state_rows(segment, shape, self.layer, wide[segment.begin : segment.end]))
         inner = functional.relu(adapted(self.key, mixed.to(x.dtype), batch)).square()
         return adapted(self.value, inner, batch)
 
@@ -199,11 +197,3 @@ def _before(shape: StateShape, layer: int, x: Tensor, batch: Batch) -> Tensor:
         state = LayerState(shape, store.states.layer(layer))
         parts.append(before(state, x[segment.begin : segment.end], segment.past))
     return torch.cat(parts)
-
-
-def _rows(shape: S, layer: int, raw: Tensor, segment: Segment) -> StateRows[S]:
-    store = segment.kv.state
-    assert store is not None, "its layer keeps a state"
-    state = LayerState(shape, store.states.layer(layer))
-    snapshots = {position: each.layer(layer) for position, each in store.due.items()}
-    return StateRows(state, raw, segment.past, min(store.committed, segment.past + len(raw)), snapshots)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_linear import is_available
 from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.short_conv import ConvWeights, convolve
@@ -18,7 +17,7 @@ from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import ShortConvConfig
 from localllm.layers.linear import Linear
-from localllm.layers.native_states import HOST, place_of, tables_of
+from localllm.layers.native_states import is_native, place_of, tables_of
 from localllm.layers.segment import Segment
 from localllm.layers.state_rows import state_rows
 
@@ -56,7 +55,7 @@ class ShortConv:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         shape, wide = self.config.shape, adapted(self.in_proj, x, batch).float()
-        if x.device == HOST and shape.fills_vectors and is_available():
+        if is_native(shape, x):
             return adapted(self.out_proj, self._native(wide.contiguous(), batch.segments).to(x.dtype), batch)
         front, behind, value = wide.chunk(3, dim=-1)
         raw = front * value
