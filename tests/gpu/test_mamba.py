@@ -151,7 +151,13 @@ def checked() -> list[Case]:
 def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.line() for case in checked() if not case.is_right] == []
     run = KernelLaunch.run
-    for name in ("_prepare_mamba", "_take_in_mamba", "_group_norm"):
+    for name, result in (("_prepare_mamba", "prepared"), ("_take_in_mamba", "mixed"), ("_group_norm", "out")):
+
+        def run_wrongly(launch: KernelLaunch, name: str = name, result: str = result) -> None:
+            run(launch)
+            if launch.name == name:
+                launch.arguments[result].zero_()  # type: ignore[union-attr]
+
         with monkeypatch.context() as patch:
-            patch.setattr(KernelLaunch, "run", lambda launch, name=name: launch.name == name or run(launch))
+            patch.setattr(KernelLaunch, "run", run_wrongly)
             assert sum(not case.is_right for case in checked()) > 1
