@@ -28,9 +28,9 @@ from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.choice import Speculate
+from localllm.gguf.tokenizer import BYTE_ALPHABET
 from localllm.models.shapes import find_shape
 from localllm.text.grammar.grammar import Grammar
-from localllm.text.tokenizer_files import BYTE_ALPHABET
 
 _PERSON = {
     "type": "object",

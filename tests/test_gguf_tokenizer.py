@@ -15,10 +15,9 @@ from tokenizers import pre_tokenizers
 
 from localllm.errors import TokenizerError
 from localllm.gguf.header import read_header
-from localllm.gguf.tokenizer import hf_tokenizer
+from localllm.gguf.tokenizer import BYTE_ALPHABET, hf_tokenizer
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import Tokenizer
-from localllm.text.tokenizer_files import BYTE_ALPHABET
 from tests.thinning import examples
 
 Locate = Callable[[str], Path]
@@ -205,6 +204,8 @@ def words(name: str, text: str) -> list[str]:
         ("deepseek-v3", "I|'ll| see| |123|45| cats|,\n\n|  | OK|?\n"),
         ("tekken", "Http|Server|ABc|'s| x|/\n"),
         ("gpt-4o", "Http|Server's| ABc| x|/\n"),
+        ("kimi-k2", "I'll| see| |123|45| cats|,\n\n|  | OK|?\n"),
+        ("kimi-k2", "Http|Server's|世界|é|世| ABc| x|/\n"),
     ],
 )
 def test_words_are_cut_as_their_name_says(name: str, expected: str) -> None:
@@ -235,6 +236,16 @@ def test_any_way_to_cut_words_loses_nothing(name: str) -> None:
     tokenizer = tokenizer_of(byte_level(pre=name))
     for text in ("I'd x2 = 12345;\r\n\n\t  Ünï 你好, ΑΒΓ ⅷ ١٢٣ _a-b/c\n ", "  ", "\n", "", "…“”", "\U0001f9ff\ue000"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_longest_match_of_rwkv_is_read_with_its_escapes() -> None:
+    every_byte = [repr(bytes([value]))[2:-1] for value in range(256)]
+    tokens = ["<s>", *every_byte, r"\n\n", r"\xe4\xb8", "it's", r"\\n", "[PAD]"]
+    kinds = [CONTROL, *[NORMAL] * 260, UNUSED]
+    tokenizer = tokenizer_of(table(tokens, kinds, model="rwkv", eos_token_id=0))
+    assert tokenizer.encode("it's\n\n世\\n") == [259, 257, 258, 151, 260]
+    assert tokenizer.decode([259, 257, 258, 151, 260]) == "it's\n\n世\\n"
+    assert (tokenizer.eos_token_id, tokenizer.adds_bos, tokenizer.special_ids) == (0, False, {0})
 
 
 def test_a_word_that_is_a_token_is_taken_whole_where_the_name_says_so() -> None:
@@ -342,7 +353,7 @@ def test_several_templates_are_read_from_a_folder(tmp_path: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "none", "plamo2", "other", None, 3, ["gpt2"]])
+@pytest.mark.parametrize("kind", ["bert", "t5", "none", "plamo2", "other", None, 3, ["gpt2"]])
 def test_a_kind_that_is_not_read_is_refused_by_name(kind: object) -> None:
     with pytest.raises(TokenizerError, match="which is not read") as caught:
         hf_tokenizer(byte_level(model=kind), "a.gguf")

@@ -11,6 +11,7 @@ import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
@@ -29,6 +30,7 @@ from localllm.config import format_figure
 from localllm.engine.request import Request
 from localllm.errors import ContextOverflowError, Fix, LocalLLMError, SchemaError, UsageError
 from localllm.hub.packed import source_id
+from localllm.hub.repo_cache import TOKENIZERS
 from localllm.offload.planner.plan import JobShape
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
@@ -44,8 +46,8 @@ _SAME_NUMBERS = {"bf12": "bf16"}  # in other bytes
 _WINDOW = 2  # times what is answered at once is handed to the engine: it never waits, and little is held
 # What makes text of ids and ids of text, beside the weights.
 _TEXT_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    *chain.from_iterable(TOKENIZERS), "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 

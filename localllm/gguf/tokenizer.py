@@ -1,13 +1,13 @@
 """The tokenizer in a GGUF file's metadata, as the contents of its model's tokenizer.json and tokenizer_config.json.
 
-Three kinds are read: SentencePiece's BPE with scores ("llama"), the same with merges ("gemma4"), and BPE over bytes
-("gpt2"), whose words are cut by regular expressions that GGUF names and does not hold.
+Four kinds are read: SentencePiece's BPE with scores ("llama"), the same with merges ("gemma4"), BPE over bytes
+("gpt2"), whose words are cut by regular expressions that GGUF names and does not hold, and the longest match ("rwkv").
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeGuard
@@ -16,6 +16,16 @@ from localllm.errors import FETCH_ANEW, TokenizerError, show
 
 Json = dict[str, object]
 
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's printable stand-in for each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+_STAND_INS = {value: char for char, value in BYTE_ALPHABET.items()}
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
@@ -38,7 +48,6 @@ _MAX_ADDED_CHARACTERS = 1 << 20  # of the added tokens, which a text is searched
 _UNREAD = {
     "bert": "a WordPiece tokenizer",
     "t5": "a Unigram model",
-    "rwkv": "a trie of RWKV",
     "plamo2": "the table of PLaMo 2",
     "none": "no tokenizer at all",
 }
@@ -53,14 +62,16 @@ _WITH_MARKS = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
     + (r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _by_case(behind: str, digits: str) -> str:
-    """Return words that end where a capital follows a small letter. behind: what may follow the letters of a word."""
+def _by_case(behind: str, digits: str, tail: str = _PATHS, without: str = "") -> str:
+    """Return words that end where a capital follows a small letter. behind: what may follow the letters of a word.
+    without: letters that are none of them."""
+    letters = rf"\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    upper, lower = r"[\p{Lu}\p{Lt}" + letters, r"[\p{Ll}" + letters
     start = r"[^\r\n\p{L}\p{N}]?"
-    return rf"{start}{_UPPER}*{_LOWER}+{behind}|{start}{_UPPER}+{_LOWER}*{behind}|{digits}|{_PATHS}"
+    return rf"{start}{upper}*{lower}+{behind}|{start}{upper}+{lower}*{behind}|{digits}|{tail}"
 
 
 _DEEPSEEK_WORDS = (
@@ -123,6 +134,10 @@ _NAMED_WORDS = (
     ("qwen35", _Words((_WITH_MARKS,), composes=True)),
     ("deepseek-r1-qwen kormo megrez hunyuan stablelm2 solar-open grok-2", _Words((_DIGITS_ALONE,))),
     ("gpt-4o llama4 kanana2 minimax-m2", _Words((_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))),
+    (
+        "kimi-k2",
+        _Words((r"\p{Han}+|" + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", _TAIL, r"&&[^\p{Han}]"),), whole=True),
+    ),
     ("tekken", _Words((_by_case("", r"\p{N}"),), whole=True, adds_bos=True)),
     ("deepseek-v3 hunyuan-dense joyai-llm", _Words((r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK_WORDS))),
     ("deepseek-llm", _Words(_DEEPSEEK)),
@@ -141,12 +156,14 @@ def hf_tokenizer(metadata: Mapping[str, object], source: str = "the GGUF file") 
     Raises TokenizerError for a kind of tokenizer that is not read here, and for tables that do not fit together.
     """
     kind = metadata.get(f"{_KEY}model")
-    if kind not in ("llama", "gemma4", "gpt2"):
+    if kind not in ("llama", "gemma4", "gpt2", "rwkv"):
         known = _UNREAD.get(str(kind), f"a tokenizer of the kind {show(kind)}")
-        why = 'kinds that are read: "llama" and "gemma4" (SentencePiece\'s BPE), "gpt2" (BPE over bytes)'
+        why = 'kinds that are read: "llama" and "gemma4" (SentencePiece\'s BPE), "gpt2" (BPE over bytes), "rwkv"'
         raise TokenizerError(f"{source} has {known}, which is not read", why=why, fix="choose another file or model")
     vocabulary = _Vocabulary.of(metadata, source)
-    if kind != "gpt2":
+    if kind == "rwkv":
+        content, adds_bos = _longest_match(vocabulary), False
+    elif kind != "gpt2":
         is_gemma4 = "gemma4" in (kind, metadata.get(f"{_KEY}pre"))  # Ollama's files say it otherwise
         content, adds_bos = _sentencepiece(metadata, vocabulary, is_gemma4=is_gemma4), True
     else:
@@ -272,7 +289,7 @@ def _byte_level(metadata: Mapping[str, object], vocabulary: _Vocabulary, words: 
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in words.patterns
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = _byte_level_step()
     return _tokenizer(
         added=vocabulary.added(),
         normalizer={"type": "NFC"} if words.composes else None,
@@ -301,7 +318,80 @@ def _listed_merges(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> l
     return [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]
 
 
-# Both
+# The longest match
+
+
+def _longest_match(vocabulary: _Vocabulary) -> Json:
+    """Return a tokenizer that takes, from left to right, the longest token that the bytes ahead begin with.
+
+    The library has no such model for a text without words: a single expression, a tree of all tokens, cuts the text
+    into its tokens, and each of these "words" is looked up.
+    """
+    source, is_normal = vocabulary.source, {text: vocabulary.kinds[i] == _NORMAL for text, i in vocabulary.ids.items()}
+    ids = {spelled(_unescaped(text, source)): index for text, index in vocabulary.ids.items() if is_normal[text]}
+    if missing := [value for value, char in _STAND_INS.items() if char not in ids]:
+        raise _unusable(source, "tokens", f"a token for each byte, thus for {missing[0]},", vocabulary.tokens)
+    others = {text: index for text, index in vocabulary.ids.items() if not is_normal[text]}
+    byte_level = _byte_level_step()
+    cut = {"type": "Split", "pattern": {"Regex": _expression(_tree(ids))}, "behavior": "Isolated", "invert": False}
+    return _tokenizer(
+        added=vocabulary.added(),
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [byte_level, cut]},
+        decoder=byte_level,
+        model={"type": "WordLevel", "vocab": {**others, **ids}, "unk_token": ""},
+    )
+
+
+def spelled(token: bytes) -> str:
+    """Return a token's bytes as the characters that stand in for them."""
+    return "".join(map(_STAND_INS.__getitem__, token))
+
+
+def escaped(token: bytes) -> str:
+    """Return a token as GGUF has it for RWKV: the inside of a Python literal of bytes."""
+    return repr(token)[2:-1]
+
+
+def _unescaped(text: str, source: str) -> bytes:
+    try:
+        token = text.encode("ascii").decode("unicode_escape").encode("latin-1")
+    except ValueError:
+        raise _unusable(source, "tokens", "tokens with escapes for bytes", [text]) from None
+    if len(token) > _MAX_PIECE_CHARACTERS:
+        raise _unusable(source, "tokens", f"tokens of at most {_MAX_PIECE_CHARACTERS} bytes", [text])
+    return token
+
+
+_Tree = dict[str, "_Tree"]  # what may follow, by the next character; "" where a token ends
+
+
+def _tree(tokens: Iterable[str]) -> _Tree:
+    root: _Tree = {}
+    for token in tokens:
+        node = root
+        for char in token:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return root
+
+
+def _expression(tree: _Tree) -> str:
+    """Return an expression for the longest token of a tree: what is behind a character comes before its end."""
+    followed = [_literal(char) + _expression(node) for char, node in tree.items() if char and node.keys() != {""}]
+    if last := [_literal(char) for char, node in tree.items() if node.keys() == {""}]:
+        followed.append(f"[{''.join(last)}]")
+    return f"(?:{'|'.join(followed)}){'?' if '' in tree else ''}" if followed else ""
+
+
+def _literal(char: str) -> str:
+    return char if char.isalnum() else rf"\x{{{ord(char):x}}}"
+
+
+# All of them
+
+
+def _byte_level_step() -> Json:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def _bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **more: object) -> Json:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -34,8 +35,8 @@ from localllm.registry import FAMILIES, QUANTIZERS, load_registry, unknown_archi
 
 # Nothing but these and the shards is fetched: no pickles, no code, no second copy of the weights.
 SMALL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "config.json", "generation_config.json", *chain.from_iterable(repo_cache.TOKENIZERS), "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "hf_quant_config.json",
     "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", repo_cache.INDEX,
 )  # fmt: skip
@@ -342,10 +343,11 @@ def _wanted(names: Sequence[str], repo: str) -> tuple[list[str], list[str]]:
             why=f"it holds {', '.join(kinds) or 'no weights'}; safetensors with a config.json and GGUF files are read",
             fix=[Fix.command("pull", f"{repo}:QUANT")] if ".gguf" in kinds else "choose another: `localllm list --all`",
         )
-    if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= set(names):
+    if not any(set(tokenizer) <= set(names) for tokenizer in repo_cache.TOKENIZERS):
+        wanted = ", ".join(" with ".join(tokenizer) for tokenizer in repo_cache.TOKENIZERS)
         raise UnsupportedModelError(
             f"{repo} has no tokenizer that can be read",
-            why="neither tokenizer.json nor vocab.json with merges.txt is there; tokenizer.model alone is not read",
+            why=f"none of these is there: {wanted}; tokenizer.model alone is not read",
             fix="choose a repository that has tokenizer.json: localllm list --all",
         )
     small = [name for name in SMALL_FILES if name in names and (name != repo_cache.INDEX or sharded)]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from localllm.hub.names import (
 )
 from localllm.hub.packed import PackedSource, PackedWeights, fingerprint, packed_sources
 from localllm.hub.quants import GgufChoice, ambiguous, models_among, named, pick, several
-from localllm.hub.repo_cache import ADAPTER_CONFIG, COMMIT, INDEX, RepoCache, read_json
+from localllm.hub.repo_cache import ADAPTER_CONFIG, COMMIT, INDEX, TOKENIZERS, RepoCache, read_json
 from localllm.hub.settings import HubSettings
 from localllm.hub.stores import StoreModel, find_in_store, names_in_stores
 from localllm.present import is_file, is_folder
@@ -44,8 +45,8 @@ from localllm.registry import BUILT_IN, ModelEntry, Registry, load_registry
 _NEAR = 0.85  # of letters in common: "maker/modell" has 0.96 of maker/model
 # Of a model's folder, beside weights and templates.
 _READ = frozenset({
-    *MODEL_FILES, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
-    "hf_quant_config.json", INDEX,
+    *MODEL_FILES, *chain.from_iterable(TOKENIZERS), "generation_config.json", "special_tokens_map.json",
+    "added_tokens.json", "hf_quant_config.json", INDEX,
 })  # fmt: skip
 
 

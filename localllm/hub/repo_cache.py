@@ -43,6 +43,8 @@ SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
+# Each of these sets is a tokenizer: of most models, of older ones, of RWKV, of Moonshot's.
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("rwkv_vocab_v20230424.txt",), ("tiktoken.model",))
 JSON_LIMIT_BYTES = 8 << 20  # the largest index of a real model has about 2 MiB
 
 
@@ -90,8 +92,7 @@ class RepoCache:
             ):
                 return [name for name, size in sizes.items() if self._size(snapshot / name) != size]
         absent = [] if self.holds(snapshot / "config.json") else ["config.json"]
-        has_pair = self.holds(snapshot / "vocab.json") and self.holds(snapshot / "merges.txt")
-        if not has_pair and not self.holds(snapshot / "tokenizer.json"):
+        if not any(all(self.holds(snapshot / name) for name in names) for names in TOKENIZERS):
             absent.append("tokenizer.json")
         try:
             return absent + [name for name in self.shards(snapshot) if not self.holds(snapshot / name)]

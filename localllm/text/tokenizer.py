@@ -25,8 +25,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from localllm.errors import FETCH_ANEW, TokenizerError
+from localllm.gguf.tokenizer import BYTE_ALPHABET
 from localllm.text.tokenizer_files import (
-    BYTE_ALPHABET,
     MAX_ADDED_BYTES,
     MAX_VOCAB,
     TokenizerFiles,
@@ -91,9 +91,10 @@ class Tokenizer:
         self._added = {index: token.content for index, token in added.items()}
         self._special = {token.content: (index, token) for index, token in added.items() if token.special}
         self._never_from_text = self.special_ids - {self._id_of(self.special_tokens.get("unk_token"))}
-        self._read_bos(config)
         self._bytes = _ByteReader.of(backend)
         self._byte_cache: dict[int, bytes] = {}
+        self._read_bos(config)
+        self.eos_token_id = self._eos_id()
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
@@ -104,7 +105,7 @@ class Tokenizer:
         files = TokenizerFiles(directory)
         config, size = files.config(), files.num_ids()
         backend = files.backend(config)
-        origin = str(directory / ("tokenizer.json" if files.has("tokenizer.json") else "vocab.json"))
+        origin = str(directory / files.name)
         with library_errors(f"{origin} cannot be used"):
             files.add_missing_tokens(backend, config)
             tokenizer = cls(backend, config, origin=origin)
@@ -247,6 +248,15 @@ class Tokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.token_id(token)
 
+    def _eos_id(self) -> int | None:
+        """Return the id of the EOS, which may be an ordinary token: RWKV ends an answer with two line feeds."""
+        index = self._id_of(self.eos_token)
+        if index is None and self.eos_token and self._bytes is not None:
+            ids = self._encode(self.eos_token, special=False).ids
+            is_one = len(ids) == 1 and self.token_bytes(ids[0]) == self.eos_token.encode()
+            index = ids[0] if is_one else None
+        return index
+
     def _read_bos(self, config: Mapping[str, Any]) -> None:
         added = self._backend.encode("", add_special_tokens=True).ids
         if added and "bos_token" not in self.special_tokens:
@@ -256,7 +266,6 @@ class Tokenizer:
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.bos_token_id = self._id_of(self.bos_token)
-        self.eos_token_id = self._id_of(self.eos_token)
         flag = config.get("add_bos_token")
         wanted = flag if isinstance(flag, bool) else added[:1] == [self.bos_token_id]
         self.adds_bos = wanted and self.bos_token_id is not None

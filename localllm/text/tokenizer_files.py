@@ -1,4 +1,4 @@
-"""Read the tokenizer of a model folder: tokenizer.json, or vocab.json and merges.txt where that is all there is.
+"""Read the tokenizer of a model folder: tokenizer.json, or, where there is none, a vocabulary in another form.
 
 Limits sizes before anything is built, refuses components that would panic or explode, and turns every failure of the
 tokenizers library, which checks the formats, into a TokenizerError. Knows the formats of the files, not the use of the
@@ -11,18 +11,21 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from localllm.errors import FETCH_ANEW, CheckpointError, LocalLLMError, TokenizerError
+from localllm.gguf.tokenizer import BYTE_ALPHABET, hf_tokenizer
 from localllm.models.families import load_config
 from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
+from localllm.text.vocabulary_files import RANKED, WORLD, ranked, world
 
 MAX_VOCAB = 1 << 20  # four times the largest vocabulary in use
 MAX_FILE_BYTES = 48 << 20  # the largest in use (a vocabulary of 262144) has 33 MB
@@ -46,15 +49,6 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 _EXTRAS = ("additional_special_tokens", "extra_special_tokens")
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-in for each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-BYTE_ALPHABET = _byte_alphabet()
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
 
 # Qwen2's and Qwen3's words: digits one by one, at most one other character in front of letters.
@@ -63,7 +57,11 @@ _QWEN2_WORDS = (
 )
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "Qwen3Tokenizer", "Qwen3TokenizerFast")
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "GPTNeoXTokenizerFast", "")
-_UNREAD = ("tokenizer.model", "tiktoken.model", "rwkv_vocab_v20230424.txt")  # of SentencePiece, Kimi, RWKV's World
+
+
+_UNREAD = "tokenizer.model"  # of SentencePiece
+_VOCABULARIES: Mapping[str, Callable[..., dict[str, object]]] = MappingProxyType({WORLD: world, RANKED: ranked})
+_RANKED_CLASS = "TikTokenTokenizer"  # which splits words as Kimi's
 
 
 class TokenizerFiles:
@@ -99,10 +97,17 @@ class TokenizerFiles:
             return load_config(self.directory).vocab_size
         return None
 
+    @property
+    def name(self) -> str:
+        """The file that has the vocabulary."""
+        return next(filter(self.has, ("tokenizer.json", *_VOCABULARIES)), "vocab.json")
+
     def backend(self, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-        """Return the tokenizer in tokenizer.json, or a byte-level BPE from vocab.json and merges.txt."""
-        name = "tokenizer.json"
-        if not self.has(name):
+        """Return the tokenizer in tokenizer.json, or of the vocabulary that is there instead."""
+        name = self.name
+        if name in _VOCABULARIES:
+            return self._of_vocabulary(name, config)
+        if name != "tokenizer.json":
             return self._byte_level_bpe(config)
         data = self._bytes(name, VOCABULARY.size_bytes)
         with _as_tokenizer_error():
@@ -141,14 +146,28 @@ class TokenizerFiles:
         with _as_tokenizer_error():
             return read_bounded(self.directory / name, limit_bytes)
 
+    def _of_vocabulary(self, name: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+        """Return the tokenizer of a vocabulary in the form of its maker."""
+        read, kind = _VOCABULARIES[name], config.get("tokenizer_class")
+        if name == RANKED and kind != _RANKED_CLASS:
+            what = f"{self.directory} has no tokenizer.json"
+            why = f"{name} alone does not say how a {str(kind)[:60]} splits words"
+            raise TokenizerError(what, why=why, fix="use a repository with a tokenizer.json")
+        try:
+            metadata = read(self.text(name), self._declared_tokens(config))
+        except ValueError as error:
+            raise self.error(name, "is not a vocabulary", str(error)) from error
+        content, _ = hf_tokenizer(metadata, str(self.directory / name))
+        with self._naming(name):
+            return tokenizers.Tokenizer.from_str(json.dumps(content))
+
     def _byte_level_bpe(self, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
         """Return a tokenizer with the words of the tokenizer_class in `config`."""
         kind = config.get("tokenizer_class") or ""
         is_qwen = kind in _QWEN2_CLASSES
         why = ""
         if missing := [name for name in ("vocab.json", "merges.txt") if not self.has(name)]:
-            unread = next(filter(self.has, _UNREAD), None)
-            known = "no tokenizer" if unread is None else f"only {unread}, which is not read"
+            known = f"only {_UNREAD}, which is not read" if self.has(_UNREAD) else "no tokenizer"
             why = f"{known}; {' and '.join(missing)} missing as well"
         elif not (is_qwen or kind in _GPT2_CLASSES):
             why = f"vocab.json and merges.txt alone do not say how a {str(kind)[:60]} splits words"

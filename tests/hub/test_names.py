@@ -46,7 +46,9 @@ OFTEN = ATTACKS[: len(HOSTILE) + 3]
     ("action", "name"), thinned(ATTACKS, OFTEN.__contains__), ids=lambda value: getattr(value, "__name__", ascii(value))
 )
 def test_a_hostile_name_is_refused_before_anything_outside_the_cache_is_opened(fake, hub, action, name):
-    import localllm.hub.fetch  # noqa: F401 (its import opens files of ours, not of a model)
+    # Whose imports open files of ours, not of a model.
+    import localllm.hub.adapters
+    import localllm.hub.fetch  # noqa: F401
 
     # Where LM Studio keeps its models: a name that is unknown may be one of them.
     lm_studio = {str(Path.home() / ".lmstudio-home-pointer"), str(Path.home() / ".lmstudio" / "settings.json")}

@@ -62,6 +62,17 @@ def test_a_pull_brings_the_additional_chat_templates(fake, hub, fetch):
     assert "additional_chat_templates/tool_use.jinja" in RepoCache(hub.cache_dir, REPO).missing(directory.name)
 
 
+@pytest.mark.parametrize("name", ["rwkv_vocab_v20230424.txt", "tiktoken.model"])
+def test_a_vocabulary_in_its_makers_form_is_a_tokenizer(fake, hub, fetch, name):
+    files = fake.repositories[REPO]
+    files[name] = files.pop("tokenizer.json")
+    directory = fetch()
+    assert (directory / name).read_bytes() == files[name]
+    assert RepoCache(hub.cache_dir, REPO).missing(COMMIT) == []
+    (directory / name).unlink()
+    assert RepoCache(hub.cache_dir, REPO).missing(COMMIT) == [name]
+
+
 def test_a_second_pull_fetches_no_file_again(fake, fetch):
     fetch()
     fake.requests.clear()

@@ -36,6 +36,7 @@ DEFAULTS: dict[str, object] = {
     "norm_bias": True,
     "norm_eps": 1e-5,
 }
+END_OF_TEXT = 0
 _RENAMES = (("model.embeddings.", "model.embed_tokens."), ("model.layers.0.pre_norm.", "model.embedding_norm."))
 
 
@@ -44,7 +45,7 @@ def parse(fields: Fields) -> ModelConfig:
     # The file's number is of training: nothing in the model ends with a number of tokens.
     fields = replace(fields, raw={**fields.raw, "max_position_embeddings": UNBOUNDED_TOKENS})
     _refuse_others(fields)
-    return read_model(
+    config = read_model(
         fields,
         _layers(fields),
         norm_kind="layer",
@@ -53,6 +54,8 @@ def parse(fields: Fields) -> ModelConfig:
         has_embedding_norm=fields.flag("norm_first"),
         stored=StoredForm(_RENAMES),
     )
+    # The end of a text, which files do not name: their numbers, 1 and 2, are bytes in the World vocabulary.
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, END_OF_TEXT))))
 
 
 def _refuse_others(fields: Fields) -> None:
