@@ -67,6 +67,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "granitemoehybrid": "granitemoehybrid",
         "nemotron_h": "nemotron_h",
         "mamba2": "mamba2",
+        "mamba": "mamba",
+        "falcon_mamba": "mamba",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",

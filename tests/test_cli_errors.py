@@ -289,7 +289,7 @@ def test_the_line_that_repeats_a_bug_is_the_line_that_was_typed(model: Path, mon
 
 def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "bloom"}')
     code = (
         "import sys\nfrom localllm.cli.dispatch import dispatch\nfrom localllm.cli.interrupts import Interrupts\n"
         f"code = dispatch(['run', {str(tmp_path / 'other')!r}, '-p', 'x'], Interrupts())\n"
@@ -298,7 +298,7 @@ def test_a_config_that_cannot_run_is_refused_before_torch_is_loaded(model: Path,
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPOSITORY
     )
-    assert done.stdout.split() == ["1", "False"] and "mamba" in done.stderr
+    assert done.stdout.split() == ["1", "False"] and "bloom" in done.stderr
 
 
 @pytest.mark.parametrize(

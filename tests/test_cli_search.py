@@ -18,7 +18,7 @@ def listed(repo: str, **facts: Any) -> dict[str, Any]:
 MODELS = [
     listed("maker/fox-8b", config={"model_type": "qwen3"}, safetensors={"total": 8_190_000_000}, downloads=3_400_000),
     listed("maker/fox-8b-gguf", gguf={"architecture": "llama", "total": 8_000_000_000}, tags=["gguf"]),
-    listed("maker/fox-mamba", config={"model_type": "mamba"}, safetensors={"total": 1}, gated="manual"),
+    listed("maker/fox-bloom", config={"model_type": "bloom"}, safetensors={"total": 1}, gated="manual"),
     listed("maker/fox-lora", tags=["safetensors", "base_model:adapter:maker/fox-8b"], config={"model_type": "qwen3"}),
     listed("maker/fox-pickle", tags=["base_model:adapter:maker/fox-8b"]),
     listed("maker/fox-pictures", tags=["diffusers"]),
@@ -47,7 +47,7 @@ def test_a_search_tells_of_each_model_of_the_hub_whether_it_runs_here(hub: FakeH
     assert why_not == {
         "maker/fox-8b": "",
         "maker/fox-8b-gguf": "",
-        "maker/fox-mamba": "mamba is not supported",
+        "maker/fox-bloom": "bloom is not supported",
         "maker/fox-lora": "",
         "maker/fox-pickle": "no safetensors",
         "maker/fox-pictures": "no language model",

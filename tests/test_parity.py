@@ -101,8 +101,8 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
 
 
 WITH_STATES = (
-    "qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1",
-    "rwkv7", "lfm", "kimi_linear",
+    "qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba", "falcon_mamba", "granitemoehybrid", "nemotron_h",
+    "falcon_h1", "rwkv7", "lfm", "kimi_linear",
 )  # fmt: skip
 HYBRIDS = [name for name in FAMILIES if name.startswith(WITH_STATES)]
 

@@ -452,7 +452,7 @@ def offered(fake: FakeHub, home: Path, tiny: Path, monkeypatch: pytest.MonkeyPat
     foreign = {
         "x-Q8_0.gguf": data.replace(
             b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama",
-            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0bloom",
             1,
         )
     }
@@ -516,7 +516,7 @@ def test_a_repository_of_both_kinds_is_pulled_as_before_without_a_quantization(o
 
 def test_an_architecture_that_does_not_run_is_told_before_it_is_fetched(offered: FakeHub) -> None:
     error = refused(hub.pull, "maker/one", UnsupportedModelError)
-    assert "'mamba'" in error.what and fetched(offered) == []
+    assert "'bloom'" in error.what and fetched(offered) == []
 
 
 def test_an_interrupted_pull_is_listed_kept_and_gone_on_with(offered: FakeHub, home: Path) -> None:

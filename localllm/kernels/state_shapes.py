@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from localllm.kernels.sizes import TILE
+from localllm.kernels.sizes import INT8_GROUP, TILE
 
 # Of a layer with a state: rows of a step that may be taken back, so that it changes no state before the next one.
 STEP_ROWS = 16
@@ -239,6 +239,58 @@ class Mamba2Shape(ConvolvedShape):
     @property
     def heads(self) -> int:
         return self.num_heads
+
+    @property
+    def matrix_floats(self) -> int:
+        return self.features * self.state_size
+
+
+@dataclass(frozen=True)
+class MambaShape(ConvolvedShape):
+    """A layer of Mamba: each feature has a state of its own, and what is kept of a sequence is float32 [features /
+    lanes, state_size, lanes] among it.
+
+    state_size: of a feature, and of B and C, which all share. step_rank: features of what makes the steps.
+    conv_width: tokens that the convolution sees, the last one included.
+    """
+
+    features: int
+    state_size: int
+    step_rank: int
+    conv_width: int = 4
+
+    @property
+    def channels(self) -> int:
+        """Features that the convolution sees."""
+        return self.features
+
+    @property
+    def lanes(self) -> int:
+        """Features that lie side by side in a state."""
+        return TILE if self.features % TILE == 0 else self.features
+
+    @property
+    def fills_vectors(self) -> bool:
+        return all(size % TILE == 0 for size in (self.features, self.state_size, self.step_rank))
+
+    @property
+    def low_floats(self) -> int:
+        """What a CPU's kernels find side by side of a token: B, C, what makes the steps, and zeros up to a group."""
+        return 2 * self.state_size + _rounded(self.step_rank, INT8_GROUP)
+
+    @property
+    def prepared_floats(self) -> int:
+        return 2 * self.features + self.low_floats
+
+    @property
+    def row_floats(self) -> int:
+        """What is kept of a token that the state does not hold yet: what the convolution sees, the steps, and B."""
+        return 2 * self.features + self.state_size
+
+    @property
+    def heads(self) -> int:
+        """Runs of features that lie side by side."""
+        return self.features // self.lanes
 
     @property
     def matrix_floats(self) -> int:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localllm.kernels.sizes import Glu, KVShape, OutputGate, RouterConfig
-from localllm.kernels.state_shapes import RWKV7_PROJECTED, ConvShape, DeltaShape, Mamba2Shape, Rwkv7Shape, ShiftShape
+from localllm.kernels.state_shapes import (
+    RWKV7_PROJECTED,
+    ConvShape,
+    DeltaShape,
+    Mamba2Shape,
+    MambaShape,
+    Rwkv7Shape,
+    ShiftShape,
+)
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -226,6 +234,35 @@ class ShortConvConfig:
 
 
 @dataclass(frozen=True)
+class MambaConfig:
+    """Mamba of one layer. See `kernels.selective_scan`.
+
+    norm_eps: of the norms of B, C and what makes the steps; None: there are none. has_norm_weights: of those.
+    has_bias: of the projections in front and behind.
+    """
+
+    shape: MambaShape
+    norm_eps: float | None = None
+    has_norm_weights: bool = False
+    has_conv_bias: bool = True
+    has_bias: bool = False
+
+    @property
+    def mixed_features(self) -> int:
+        return self.shape.features
+
+    @property
+    def gate_features(self) -> int:
+        """What is made of a token in fp32."""
+        return 0
+
+    @property
+    def in_features(self) -> int:
+        """What the projection makes of a token: what the convolution sees, and gates of what comes out."""
+        return 2 * self.shape.features
+
+
+@dataclass(frozen=True)
 class Mamba2Config:
     """Mamba 2 of one layer. See `kernels.mamba_rule`.
 
@@ -312,7 +349,7 @@ class Rwkv7ChannelMixConfig:
 
 
 # Keeps a state of its `shape`.
-Recurrent = DeltaNetConfig | Mamba2Config | ShortConvConfig | Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig
+Recurrent = DeltaNetConfig | MambaConfig | Mamba2Config | ShortConvConfig | Rwkv7TimeMixConfig | Rwkv7ChannelMixConfig
 KeyValue = AttentionConfig | LatentAttentionConfig  # keeps keys and values, or latents, in pages
 SingleMixer = KeyValue | Recurrent
 

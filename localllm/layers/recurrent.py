@@ -8,8 +8,9 @@ the block does.
 from __future__ import annotations
 
 from localllm.layers.delta_net import DeltaNet
+from localllm.layers.mamba import Mamba
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.short_conv import ShortConv
 
-Recurrent = DeltaNet | Mamba2 | ShortConv | Rwkv7TimeMix | Rwkv7ChannelMix
+Recurrent = DeltaNet | Mamba | Mamba2 | ShortConv | Rwkv7TimeMix | Rwkv7ChannelMix

@@ -18,6 +18,7 @@ from localllm.layers.config import (
     DeltaNetConfig,
     LatentAttentionConfig,
     Mamba2Config,
+    MambaConfig,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -37,7 +38,7 @@ from localllm.models.layout import (
     Vector,
     gated_matrices,
 )
-from localllm.models.mixer_layouts import attention, delta_net, latent_attention, mamba2, rwkv7, short_conv
+from localllm.models.mixer_layouts import attention, delta_net, latent_attention, mamba, mamba2, rwkv7, short_conv
 from localllm.models.mixer_layouts.around import Around, norm_vectors
 from localllm.quant.layouts import Sizes
 
@@ -55,6 +56,7 @@ _LAYOUTS: Mapping[type, Callable[[int, Any, Around], BlockLayout]] = MappingProx
         AttentionConfig: attention.layout,
         LatentAttentionConfig: latent_attention.layout,
         DeltaNetConfig: delta_net.layout,
+        MambaConfig: mamba.layout,
         Mamba2Config: mamba2.layout,
         ShortConvConfig: short_conv.layout,
         Rwkv7TimeMixConfig: rwkv7.layout,

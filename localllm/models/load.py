@@ -20,6 +20,7 @@ from localllm.layers.config import (
     DeltaNetConfig,
     LatentAttentionConfig,
     Mamba2Config,
+    MambaConfig,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -34,6 +35,7 @@ from localllm.layers.delta_net import DeltaNet
 from localllm.layers.draft_inputs import DraftInputs
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Embedding, Linear, RowLookup
+from localllm.layers.mamba import Mamba
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP, SplitMLP
 from localllm.layers.moe import ExpertBank, MoE, MoENorms
@@ -56,6 +58,7 @@ _LOADERS: Mapping[type, Callable[[BodyParts, Any, int], SingleMixer]] = MappingP
     {
         LatentAttentionConfig: LatentAttention.loaded,
         DeltaNetConfig: DeltaNet.loaded,
+        MambaConfig: Mamba.loaded,
         Mamba2Config: Mamba2.loaded,
         ShortConvConfig: ShortConv.loaded,
         Rwkv7TimeMixConfig: Rwkv7TimeMix.loaded,

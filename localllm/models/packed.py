@@ -28,6 +28,7 @@ from localllm.layers.config import (
     DeltaNetConfig,
     LatentAttentionConfig,
     Mamba2Config,
+    MambaConfig,
     Mixer,
     MLPConfig,
     MoEConfig,
@@ -109,6 +110,8 @@ def _layer_entry(layer: LayerConfig) -> dict[str, object]:
 def _mixer_entry(mixer: Mixer) -> dict[str, object]:
     if isinstance(mixer, BesideConfig):
         return {name: value for each in mixer.mixers for name, value in _mixer_entry(each).items()}
+    if isinstance(mixer, MambaConfig):
+        return {"mamba": dataclasses.asdict(mixer)}
     if isinstance(mixer, Mamba2Config):
         return {"mamba2": dataclasses.asdict(mixer)}
     if isinstance(mixer, ShortConvConfig):

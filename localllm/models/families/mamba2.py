@@ -54,10 +54,15 @@ def parse(fields: Fields) -> ModelConfig:
     expand = fields.number("expand", 1e-3, MAX_INTERMEDIATE)
     mamba2 = read_mamba2(fields, KEYS, features=int(expand * hidden_size(fields)))
     layers = num_layers(fields)
-    norms = tuple((f"model.layers.{layer}.norm.", f"model.layers.{layer}.input_layernorm.") for layer in range(layers))
     return read_model(
         fields,
         [LayerConfig(mamba2, None)] * layers,
         norm_eps=fields.number("layer_norm_epsilon", 0.0, 1.0),
-        stored=StoredForm((*RENAMES, *norms), splits=(mamba2_split(mamba2),)),
+        stored=StoredForm(renames(layers), splits=(mamba2_split(mamba2),)),
     )
+
+
+def renames(layers: int) -> tuple[tuple[str, str], ...]:
+    """Return what parts of names are called here, of a model with so many layers of nothing else."""
+    norms = ((f"model.layers.{layer}.norm.", f"model.layers.{layer}.input_layernorm.") for layer in range(layers))
+    return (*RENAMES, *norms)
