@@ -51,7 +51,9 @@ def targets_of(model: Any) -> dict[str, Any]:
         if isinstance(module, torch.nn.Conv1d):
             continue
         own = module.named_parameters(recurse=False)
-        parameters += [f"{name}.{each}" for each, values in own if values.dim() in (2, 3) and not each.endswith("bias")]
+        parameters += [
+            f"{name}.{each}" for each, values in own if values.dim() in (2, 3) and not each.endswith(("bias", "A_log"))
+        ]
     return {"target_modules": modules, "target_parameters": parameters or None}
 
 

@@ -318,7 +318,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 52, "state_size": 10, "conv_kernel": 3, "use_bias": True, "intermediate_size": 78}
         | {"time_step_rank": 7, "use_conv_bias": False, "tie_word_embeddings": False},
     ),
-    "falcon_mamba": ("falcon_mamba", {"intermediate_size": 128, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3}),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {"intermediate_size": 128, "time_step_rank": 16, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3},
+    ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
     "mamba2-odd": (
         "mamba2",

@@ -31,6 +31,8 @@ FAMILIES = {
     "nemotron_h": "int8",
     "falcon_h1": "int4",
     "mamba2": "int4",
+    "mamba": "int4",
+    "falcon_mamba": "int8",
     "rwkv7": "int4",
     "lfm2": "int4",
     "lfm2_moe": "int8",
@@ -42,7 +44,7 @@ PROMPTS = [list(range(5, 5 + length)) for length in (3, 64, 130, 200)]
 @pytest.fixture(scope="module", params=FAMILIES)
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder, weights = tmp_path_factory.mktemp("hybrid"), FAMILIES[request.param]
-    layers = 8 if request.param == "mamba2" else None  # which are of one block each
+    layers = 8 if "mamba" in request.param else None  # which are of one block each
     write_checkpoint(folder, request.param, layers=layers, max_position_embeddings=1024)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCALLLM_CACHE", str(tmp_path_factory.mktemp("cache")))

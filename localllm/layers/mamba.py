@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_scan import ScanRoom
+from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.selective_scan import ScanWeights, convolved, scan
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts
 from localllm.layers.config import MambaConfig
 from localllm.layers.linear import Linear
+from localllm.layers.native_states import is_native, place_of, tables_of
 from localllm.layers.norm import RMSNorm
 from localllm.layers.state_rows import state_rows
 
@@ -69,7 +73,10 @@ class Mamba:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         shape, segments = self.config.shape, batch.segments
-        raw, z = adapted(self.in_proj, x, batch).float().chunk(2, dim=-1)
+        wide = adapted(self.in_proj, x, batch).float()
+        if is_native(shape, x):
+            return adapted(self.out_proj, self._native(wide.contiguous(), x.dtype, batch).to(x.dtype), batch)
+        raw, z = wide.chunk(2, dim=-1)
         parts = (state_rows(each, shape, self.layer, raw[each.begin : each.end]) for each in segments)
         b, c, steps = self._low(torch.cat([convolved(rows, self.weights) for rows in parts]).to(x.dtype), batch)
         raw = torch.cat((raw, adapted(self.steps_proj, steps, batch).float(), b.float()), dim=-1)
@@ -81,6 +88,18 @@ class Mamba:
         )
         mixed = (mixed.double() * functional.silu(z.double())).float()
         return adapted(self.out_proj, mixed.to(x.dtype), batch)
+
+    def _native(self, wide: Tensor, dtype: torch.dtype, batch: Batch) -> Tensor:
+        """wide fp32 [T, in_features] -> fp32 [T, features], by CPU kernels. dtype: of activations."""
+        shape, place, isa = self.config.shape, place_of(batch.segments, self.layer), best_isa()
+        T, own, stride = len(wide), ScanRoom(shape, tables_of(batch.segments)), wide.shape[1]
+        Tape([own.convolution(isa, self.weights, place, wide, stride)]).run()
+        b, c, steps = self._low(own.x[:T].to(dtype), batch)
+        own.low[:T, : 2 * shape.state_size] = torch.cat((b, c), dim=-1)
+        own.steps[:T] = adapted(self.steps_proj, steps, batch)
+        mixed = torch.empty(T, shape.features)
+        Tape(own.scan(isa, self.weights, place, wide, stride, mixed)).run()
+        return mixed
 
     def _low(self, x: Tensor, batch: Batch) -> list[Tensor]:
         """x [T, features] -> B, C, and what makes the steps, normed where they are."""

@@ -13,11 +13,12 @@ from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_mamba import Mamba2Room
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
+from localllm.kernels.cpu_scan import ScanRoom
 from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.kv_page import layer_groups
 from localllm.kernels.sizes import TILE
-from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, MambaShape, StatePlace, StateShape
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch
 from localllm.layers.beside import mixers_of
@@ -85,6 +86,7 @@ class StateRooms:
         each = dict.fromkeys(shapes)
         self.deltas = {shape: DeltaRoom(shape, self.tables) for shape in each if isinstance(shape, DeltaShape)}
         self.mambas = {shape: Mamba2Room(shape, self.tables) for shape in each if isinstance(shape, Mamba2Shape)}
+        self.scans = {shape: ScanRoom(shape, self.tables) for shape in each if isinstance(shape, MambaShape)}
         self.convs = {shape: ConvRoom(shape, self.tables) for shape in each if isinstance(shape, ConvShape)}
 
     def placed(self, segments: Sequence[PlacedStates]) -> StateRooms:

@@ -15,11 +15,13 @@ from localllm.layers.attention import Attention
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
+from localllm.layers.mamba import Mamba
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.norm import RMSNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.short_conv import ShortConv
 from localllm.models.cpu_buffers import head_shape
+from localllm.models.cpu_mamba_steps import mamba_steps
 from localllm.models.cpu_products import Products, packed_parts, required
 
 
@@ -36,6 +38,8 @@ def mixed_steps(
         yield from _latent_attention(write, body, norm)
     elif isinstance(body, ShortConv):
         yield from _short_conv(write, body)
+    elif isinstance(body, Mamba):
+        yield from mamba_steps(write, body)
     elif isinstance(body, DeltaNet):
         yield from _delta_net(write, body, norm)
     else:

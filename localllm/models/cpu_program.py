@@ -25,6 +25,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.adapted import add_to_embedding, add_to_logits
 from localllm.layers.batch import Batch
+from localllm.layers.mamba import Mamba
 from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
@@ -278,7 +279,7 @@ class CpuProgram:
 
 
 def _has_native_matrices(block: Block) -> bool:
-    if isinstance(block.body, Rwkv7TimeMix | Rwkv7ChannelMix):
+    if isinstance(block.body, Rwkv7TimeMix | Rwkv7ChannelMix | Mamba):
         return has_native_matrices(block.body)
     return all(
         (parts := packed_parts(linear)) and sum(part.tiles for part in parts) * TILE == linear.out_features

@@ -15,6 +15,7 @@ from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.sizes import INT8_GROUP, TILE, Glu
 from localllm.kernels.state_shapes import RWKV7_MIXED, RWKV7_PROJECTED
 from localllm.layers.linear import Linear
+from localllm.layers.mamba import Mamba
 from localllm.layers.norm import LayerNorm
 from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_products import Products
@@ -81,7 +82,7 @@ def _time_mix(write: Products, body: Rwkv7TimeMix, *, is_first: bool) -> Iterato
 
     yield _shift(write, body, body.weights.mixes, keeps=False)
     for name, linear in (("r", body.r_proj), ("k", body.k_proj), ("v", body.v_proj)):
-        yield from _product(write, linear, source(name), place(name), stride)
+        yield from product(write, linear, source(name), place(name), stride)
     pairs = {"w": body.decay, "a": body.rate, "g": body.gate}
     for name, pair in pairs.items():
         yield from _pair(write, pair, source(name), place(name), stride)
@@ -97,7 +98,7 @@ def _time_mix(write: Products, body: Rwkv7TimeMix, *, is_first: bool) -> Iterato
 def _channel_mix(write: Products, body: Rwkv7ChannelMix) -> Iterator[Step]:
     room, value = write.room, packed(body.value)
     yield _shift(write, body, body.mix, keeps=True)
-    yield from _product(write, body.key, room.rwkv7.mixes, room.wide, body.key.out_features)
+    yield from product(write, body.key, room.rwkv7.mixes, room.wide, body.key.out_features)
     kernel = cpu_quantize.quantize(write.isa, value.group, "gated", Glu("relu2", has_gate=False))
     yield room.activations.quantize(kernel, room.wide, value.group, value.in_features)
     yield from write.multiply(body.value, room.x, adds=True)
@@ -106,16 +107,16 @@ def _channel_mix(write: Products, body: Rwkv7ChannelMix) -> Iterator[Step]:
 def _pair(write: Products, pair: LowRankPair, x: Tensor, y: Tensor, stride: int) -> Iterator[Step]:
     """y = up(activation(down(x))), rows of `stride` floats."""
     low, up = write.room.rwkv7.low[pair.down.out_features], packed(pair.up)
-    yield from _product(write, pair.down, x, low, low.shape[1])
+    yield from product(write, pair.down, x, low, low.shape[1])
     glu = Glu(pair.activation or "", has_gate=False)
     kernel = cpu_quantize.quantize(write.isa, up.group, "gated" if pair.activation else "plain", glu)
     yield write.room.activations.quantize(kernel, low, up.group, up.in_features)
     yield from _multiply(write, pair.up, y, stride)
 
 
-def _product(write: Products, linear: Linear, x: Tensor, y: Tensor, stride: int) -> Iterator[Step]:
-    """y = linear(x), rows of `stride` floats."""
-    yield write.quantize_for(packed(linear), x, None)
+def product(write: Products, linear: Linear, x: Tensor, y: Tensor, stride: int, x_stride: int = 0) -> Iterator[Step]:
+    """y = linear(x), rows of `stride` floats. x_stride: floats of a row of x, where it has more than columns."""
+    yield write.quantize_for(packed(linear), x, None, x_stride)
     yield from _multiply(write, linear, y, stride)
 
 
@@ -136,10 +137,11 @@ def _takes_padding(matrix: PackedMatrix) -> bool:
     return matrix.group == INT8_GROUP and matrix.bias is None
 
 
-def has_native_matrices(body: Rwkv7TimeMix | Rwkv7ChannelMix) -> bool:
+def has_native_matrices(body: Rwkv7TimeMix | Rwkv7ChannelMix | Mamba) -> bool:
     """Return whether the steps know the matrices of such a body: in INT4 or INT8, of whole tiles, and whole groups but
     between two small ones, of which the second takes what is padded up to INT8_GROUP."""
     small = {id(pair.up) for pair in body.pairs} if isinstance(body, Rwkv7TimeMix) else set()
+    small |= {id(body.steps_proj)} if isinstance(body, Mamba) else set()
     return all(
         (matrix := linear.packed) is not None
         and matrix.tiles * TILE == linear.out_features
