@@ -69,6 +69,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "mamba2": "mamba2",
         "mamba": "mamba",
         "falcon_mamba": "mamba",
+        "jamba": "jamba",
         "gemma3n": "gemma3n",
         "gemma3n_text": "gemma3n",
         "gemma4": "gemma4",

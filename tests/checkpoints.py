@@ -322,6 +322,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_mamba",
         {"intermediate_size": 128, "time_step_rank": 16, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3},
     ),
+    "jamba": (
+        "jamba",
+        {"num_experts": 5, "num_experts_per_tok": 2, "attn_layer_period": 4, "attn_layer_offset": 2}
+        | {"mamba_dt_rank": 16},
+    ),
+    "jamba-dense": (
+        "jamba",
+        {"num_experts": 1, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 10, "mamba_d_conv": 3}
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3, "num_key_value_heads": 1},
+    ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 32}),
     "mamba2-odd": (
         "mamba2",

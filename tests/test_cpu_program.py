@@ -151,6 +151,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mamba": {"model_type": "mamba", "intermediate_size": 384, "time_step_rank": 48, "use_bias": True},
     "falcon_mamba": {"model_type": "falcon_mamba", "intermediate_size": 256, "time_step_rank": 64, "state_size": 32},
+    "jamba": {
+        "model_type": "jamba",
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "num_experts": 6,
+        "mamba_dt_rank": 16,
+    },
     "mamba2": {"model_type": "mamba2", "num_heads": 4, "head_dim": 64, "n_groups": 1, "state_size": 32},
     "rwkv7": {"model_type": "rwkv7", "v_low_rank_dim": 32, "intermediate_size": 256},
     "rwkv7, odd": {

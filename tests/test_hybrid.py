@@ -33,6 +33,8 @@ FAMILIES = {
     "mamba2": "int4",
     "mamba": "int4",
     "falcon_mamba": "int8",
+    "jamba": "int8",
+    "jamba-dense": "fp32",
     "rwkv7": "int4",
     "lfm2": "int4",
     "lfm2_moe": "int8",

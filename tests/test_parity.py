@@ -102,7 +102,7 @@ def test_decode_computes_the_logits_of_transformers_with_its_own_cache(pair):
 
 WITH_STATES = (
     "qwen3_next", "qwen3_5", "olmo_hybrid", "bamba", "mamba", "falcon_mamba", "granitemoehybrid", "nemotron_h",
-    "falcon_h1", "rwkv7", "lfm", "kimi_linear",
+    "falcon_h1", "jamba", "rwkv7", "lfm", "kimi_linear",
 )  # fmt: skip
 HYBRIDS = [name for name in FAMILIES if name.startswith(WITH_STATES)]
 
@@ -114,6 +114,17 @@ def test_a_hybrid_decodes_256_tokens_to_the_logits_of_transformers(pair):
     expected = peer_logits(pair.peer, ids)
     ours = our_logits(pair.engine, ids, [50, *[1] * 256])
     torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("pair", HYBRIDS, indirect=True)
+@torch.inference_mode()
+def test_drafts_of_a_hybrid_have_the_logits_of_transformers(pair):
+    """Where drafts attend one by one, each is a segment of its own."""
+    ids = prompt(50)
+    kv, runner = pair.engine.residency.new_kv(len(ids)), pair.engine.runner
+    runner.forward([Chunk(ids, kv, 40)])
+    ours = runner.forward([Chunk(ids, kv, 10, num_drafted=9)])
+    torch.testing.assert_close(ours, peer_logits(pair.peer, ids)[-10:], rtol=0, atol=TOLERANCE)
 
 
 # The others differ in what the logits of a prompt and of decoding show too.

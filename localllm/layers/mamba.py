@@ -19,6 +19,7 @@ from localllm.layers.config import MambaConfig
 from localllm.layers.linear import Linear
 from localllm.layers.native_states import is_native, place_of, tables_of
 from localllm.layers.norm import RMSNorm
+from localllm.layers.segment import by_sequence
 from localllm.layers.state_rows import state_rows
 
 
@@ -72,7 +73,7 @@ class Mamba:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        shape, segments = self.config.shape, batch.segments
+        shape, segments = self.config.shape, by_sequence(batch.segments)
         wide = adapted(self.in_proj, x, batch).float()
         if is_native(shape, x):
             return adapted(self.out_proj, self._native(wide.contiguous(), x.dtype, batch).to(x.dtype), batch)
