@@ -169,6 +169,20 @@ def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
     return {name: as_stored(value) for name, value in found.items()}
 
 
+def small(architecture: str = "llama", **keys: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
+    """The metadata and the shapes of a small model. keys: further ones, "__" for "." in them; None takes one away."""
+    metadata: dict[str, object] = {
+        "embedding_length": 64,
+        "feed_forward_length": 32,
+        "block_count": 2,
+        "context_length": 128,
+        "attention.head_count": 4,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    } | {key.replace("__", "."): value for key, value in keys.items()}
+    present = {f"{architecture}.{key}": value for key, value in metadata.items() if value is not None}
+    return {"general.architecture": architecture, **present}, {"token_embd.weight": (99, 64)}
+
+
 def num_layers_of(raw: Mapping[str, Any]) -> int:
     """The layers of a file, which Nemotron H's lists."""
     return len(raw["layers_block_type"]) if "layers_block_type" in raw else int(raw["num_hidden_layers"])
