@@ -345,7 +345,7 @@ def _layer_types(file: Metadata, default: int) -> list[str]:
     return [SLIDING if (layer + 1) % every else FULL for layer in range(file.num_layers)]
 
 
-OF_OTHER_HEADS = ("deepseek2", "minicpm3", "mamba2")  # which say of heads what others do not
+OF_OTHER_HEADS = ("deepseek2", "minicpm3", "mamba2", "kimi-linear", "rwkv7")  # which say of heads what others do not
 HYBRIDS = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")  # whose layers lack what others have
 VARYING = ("gemma3n", "gemma4")  # whose layers may differ in what all layers of others have alike
 ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
@@ -401,6 +401,8 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "nemotron_h_moe": hybrids.nemotron_h,
         "lfm2": hybrids.lfm2,
         "lfm2moe": hybrids.lfm2moe,
+        "kimi-linear": hybrids.kimi_linear,
+        "rwkv7": hybrids.rwkv7,
     }
 )
 
@@ -433,6 +435,7 @@ _MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "falcon-h1": ("falcon_h1",),
         "nemotron_h_moe": ("nemotron_h",),
         "lfm2moe": ("lfm2_moe",),
+        "kimi-linear": ("kimi_linear",),
         "deepseek2": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     }
 )

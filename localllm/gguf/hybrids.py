@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localllm.gguf.common_keys import FULL, LINEAR, all_experts, grouped_experts, multipliers, top_k
+from localllm.gguf.latents import SIGMOID, latent_attention
 from localllm.gguf.metadata import Json, Metadata
 from localllm.gguf.rope import share_of
 
@@ -142,6 +143,35 @@ def lfm2moe(file: Metadata) -> Json:
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         **top_k(file),
+    }
+
+
+def kimi_linear(file: Metadata) -> Json:
+    """Return the keys of Kimi Linear, whose layers without heads of keys are those with states."""
+    if (gating := file.integer("expert_gating_func", SIGMOID)) != SIGMOID:
+        raise file.unsupported(f"experts that are chosen in another way (expert_gating_func {gating})")
+    sizes = (file.integer(f"attention.{each}_length_mla") for each in ("key", "value"))
+    return {
+        "model_type": "kimi_linear",
+        "layer_types": _kinds_by_keys(file, LINEAR),
+        "linear_num_heads": file.height("ssm_beta.weight"),
+        "linear_head_dim": file.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": file.integer("ssm.conv_kernel"),
+        **grouped_experts(file),
+        "norm_topk_prob": True,  # of all models; files do not say it
+        **latent_attention(file, *sizes),
+    }
+
+
+def rwkv7(file: Metadata) -> Json:
+    ranks = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
+    return {
+        "model_type": "rwkv7",
+        "head_dim": file.integer("wkv.head_size"),
+        **{f"{ours}_low_rank_dim": file.integer(f"attention.{theirs}_lora_rank") for ours, theirs in ranks.items()},
+        "norm_eps": file.norm_eps,
+        "norm_bias": file.has("attn_norm.bias"),
+        "norm_first": "token_embd_norm.weight" in file.tensors,
     }
 
 

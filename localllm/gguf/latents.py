@@ -6,17 +6,17 @@ from localllm.gguf.common_keys import grouped_experts, original_context
 from localllm.gguf.metadata import Json, Metadata
 from localllm.gguf.rope import rope_scaling
 
-_SOFTMAX, _SIGMOID = 1, 2  # what expert_gating_func is
+SOFTMAX, SIGMOID = 1, 2  # what expert_gating_func is
 
 
 def deepseek2(file: Metadata) -> Json:
     """Return the keys of DeepSeek V2, or of V3, whose experts sigmoids choose: GLM 4.7 Flash and Kimi K2 are models of
     that, too. Files of 2024 say neither of themselves."""
-    gating = file.integer("expert_gating_func", _SIGMOID if file.has("exp_probs_b.bias") else _SOFTMAX)
-    if gating not in (_SOFTMAX, _SIGMOID):
+    gating = file.integer("expert_gating_func", SIGMOID if file.has("exp_probs_b.bias") else SOFTMAX)
+    if gating not in (SOFTMAX, SIGMOID):
         raise file.unsupported(f"experts that are chosen in another way (expert_gating_func {gating})")
     experts = grouped_experts(file)
-    if gating == _SOFTMAX:
+    if gating == SOFTMAX:
         method = "greedy" if experts["n_group"] == 1 else "group_limited_greedy"
         own: Json = {"model_type": "deepseek_v2", "topk_method": method}
     else:
@@ -24,10 +24,11 @@ def deepseek2(file: Metadata) -> Json:
     # These files have one head of keys, the latent; those from before that have the heads that are made of it.
     kind = "_mla" if file.get("attention.key_length_mla") is not None else ""
     key_dim, value_dim = (file.integer(f"attention.{each}_length{kind}") for each in ("key", "value"))
-    return {**own, **experts, **_latent_attention(file, key_dim, value_dim), "rope_scaling": _latent_scaling(file)}
+    return {**own, **experts, **latent_attention(file, key_dim, value_dim), "rope_scaling": _latent_scaling(file)}
 
 
-def _latent_attention(file: Metadata, key_dim: int, value_dim: int) -> Json:
+def latent_attention(file: Metadata, key_dim: int, value_dim: int) -> Json:
+    """Return the sizes of heads whose keys, the rotated features included, and values have so many features."""
     heads, shared_dim = file.integer("attention.head_count"), file.integer("rope.dimension_count")
     if shared_dim >= key_dim:
         raise file.refused("rope.dimension_count", shared_dim, f"less than the {key_dim} features of a key")
@@ -62,6 +63,6 @@ def minicpm3(file: Metadata) -> Json:
         "scale_emb": 12,
         "scale_depth": 1.4,
         "dim_model_base": 256,
-        **_latent_attention(file, key_dim, value_dim),
+        **latent_attention(file, key_dim, value_dim),
         **original_context(file),
     }
