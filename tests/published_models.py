@@ -158,6 +158,12 @@ _LFM2 = """{
   "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "torch_dtype": "bfloat16",
   "use_pos_enc": true, "vocab_size": 65536
 }"""
+_LFM2_350M = """{
+  "model_type": "lfm2", "block_auto_adjust_ff_dim": true, "block_ff_dim": 6656, "block_ffn_dim_multiplier": 1.0,
+  "block_multiple_of": 256, "conv_L_cache": 3, "conv_bias": false, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+  "hidden_size": 1024, "max_position_embeddings": 128000, "norm_eps": 1e-05, "num_attention_heads": 16,
+  "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536
+}"""
 _LFM2_5 = """{
   "model_type": "lfm2", "block_auto_adjust_ff_dim": true, "block_dim": 2048, "block_ffn_dim_multiplier": 1.0,
   "block_multiple_of": 256, "block_norm_eps": 1e-05, "block_use_swiglu": true, "bos_token_id": 1, "conv_L_cache": 3,
@@ -270,6 +276,12 @@ PUBLISHED = {
         521_411_104,
         {Mamba2Config: (36, _mamba2(24, 64, 1, 128)), AttentionConfig: (36, _heads(2, 64))},
         16384,
+    ),
+    "LFM2-350M": Published(
+        _LFM2_350M,
+        354_483_968,
+        {ShortConvConfig: (10, FP32 * 2 * 1024), AttentionConfig: (6, _heads(8, 64))},
+        128000,
     ),
     "LFM2-1.2B": Published(_LFM2, 1_170_340_608, _LFM2_MIXERS, 128000),
     "LFM2.5-1.2B": Published(_LFM2_5, 1_170_340_608, _LFM2_MIXERS, 128000),
