@@ -57,7 +57,7 @@ def experts_in_mxfp4() -> TypeOf:
 
 
 def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 or "gate_inp" in name or "conv1d" in name
+    return len(shape) == 1 or any(part in name for part in ("gate_inp", "conv1d", "ssm_a", "lerp"))
 
 
 def write_gguf(
