@@ -41,22 +41,6 @@ MODELS = (
     "falcon-h1-0.5b",
     "rwkv7-1.5b",
 )  # shapes that localllm and llama.cpp know
-# RWKV-7 "Goose" World of 1.5 billion weights, by the keys of flash-linear-attention.
-RWKV7: Mapping[str, Any] = {
-    "model_type": "rwkv7",
-    "vocab_size": 65536,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 24,
-    "head_dim": 64,
-    "decay_low_rank_dim": 96,
-    "a_low_rank_dim": 96,
-    "v_low_rank_dim": 64,
-    "gate_low_rank_dim": 256,
-    "norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
 OURS, LLAMA, TRANSFORMERS = "localllm", "llama.cpp", "transformers"
 DEPTHS = (128, 2048)
 GIB = 1 << 30
@@ -168,10 +152,6 @@ def contenders(arguments: argparse.Namespace, shape: dict[str, Any], directory: 
             gen_tokens=FEW_TOKENS,
         ),
     ]
-
-
-def shape_of(model: str) -> dict[str, Any]:
-    return {**shipped_shapes(), "rwkv7-1.5b": dict(RWKV7)}[model]
 
 
 def num_weights(shape: Mapping[str, Any]) -> int:
@@ -286,7 +266,7 @@ def _turns(match: Match, task: Task) -> Iterator[tuple[Figure, float]]:
 
 def compare(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Measure all sides on one shape; the object that the results keep of it. Raises UnavailableError: localllm's."""
-    whole = shape_of(model)
+    whole = shipped_shapes()[model]
     shape = fitting(arguments, whole, int(psutil.virtual_memory().available * _USABLE_SHARE))
     tasks = [
         Task("prefill", tokens=arguments.prompt_tokens),

@@ -79,9 +79,11 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "kimi_linear": "kimi-linear",
+    "rwkv7": "rwkv7",
 }
 # Whose layers differ, and whose files are compared with their checkpoints alone.
-HYBRIDS = ("mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe")
+HYBRIDS = ("mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "kimi_linear", "rwkv7")
 # Families whose files are those of another.
 READ_AS = {
     "mistral": "llama",
@@ -99,15 +101,15 @@ WINDOWED = (*WITH_PATTERN, "phi3", "phimoe", "gemma2", "gemma3_text", "cohere2",
 WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3", "mamba2")  # whose heads share the hidden size
 # Keys of a config.json, any of them, and GGUF's for them.
 KEYS = {
-    "LLM.CONTEXT_LENGTH": ("max_position_embeddings",),
+    "LLM.CONTEXT_LENGTH": ("max_position_embeddings", "model_max_length"),
     "LLM.EMBEDDING_LENGTH": ("hidden_size",),
     "LLM.FEED_FORWARD_LENGTH": ("intermediate_size",),
     "LLM.EXPERT_COUNT": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
-    "LLM.EXPERT_SHARED_COUNT": ("n_shared_experts", "moe_num_shared_experts"),
+    "LLM.EXPERT_USED_COUNT": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
+    "LLM.EXPERT_SHARED_COUNT": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "LLM.EXPERT_WEIGHTS_SCALE": ("routed_scaling_factor",),
     "LLM.EXPERT_WEIGHTS_NORM": ("norm_topk_prob",),
-    "LLM.EXPERT_GROUP_COUNT": ("n_group",),
+    "LLM.EXPERT_GROUP_COUNT": ("n_group", "num_expert_group"),
     "LLM.EXPERT_GROUP_USED_COUNT": ("topk_group",),
     "LLM.LEADING_DENSE_BLOCK_COUNT": ("first_k_dense_replace", "moe_layer_start_index"),
     "LLM.INTERLEAVE_MOE_LAYER_STEP": ("moe_layer_interval",),
@@ -169,6 +171,20 @@ def metadata_of(raw: Mapping[str, Any], architecture: str) -> dict[str, object]:
     return {name: as_stored(value) for name, value in found.items()}
 
 
+def small(architecture: str = "llama", **keys: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
+    """The metadata and the shapes of a small model. keys: further ones, "__" for "." in them; None takes one away."""
+    metadata: dict[str, object] = {
+        "embedding_length": 64,
+        "feed_forward_length": 32,
+        "block_count": 2,
+        "context_length": 128,
+        "attention.head_count": 4,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    } | {key.replace("__", "."): value for key, value in keys.items()}
+    present = {f"{architecture}.{key}": value for key, value in metadata.items() if value is not None}
+    return {"general.architecture": architecture, **present}, {"token_embd.weight": (99, 64)}
+
+
 def num_layers_of(raw: Mapping[str, Any]) -> int:
     """The layers of a file, which Nemotron H's lists."""
     return len(raw["layers_block_type"]) if "layers_block_type" in raw else int(raw["num_hidden_layers"])
@@ -185,7 +201,7 @@ def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if raw["model_type"] in ("mamba2", "nemotron_h"):
+    if raw["model_type"] in ("mamba2", "nemotron_h", "rwkv7"):
         return {}
     sections, rotating = rope_sections(Fields(raw, "config.json")), _rotating(raw)
     rope = sections[FULL].raw
@@ -338,7 +354,26 @@ def _lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **dense, **_key_heads(raw, raw["layer_types"])}
 
 
+def _kimi_linear(raw: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"KDA.HEAD_DIM": raw["linear_head_dim"], "Rope.DIMENSION_COUNT": raw["qk_rope_head_dim"]}
+    return {**_latent(raw), **_key_heads(raw, raw["layer_types"]), **sizes}
+
+
+def _rwkv7(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "LLM.CONTEXT_LENGTH": 1 << 20,
+        "Attention.HEAD_COUNT": 0,
+        "WKV.HEAD_SIZE": raw["head_dim"],
+        "Attention.DECAY_LORA_RANK": raw["decay_low_rank_dim"],
+        "Attention.ICLR_LORA_RANK": raw["a_low_rank_dim"],
+        "Attention.VALUE_RESIDUAL_MIX_LORA_RANK": raw["v_low_rank_dim"],
+        "Attention.GATE_LORA_RANK": raw["gate_low_rank_dim"],
+    }
+
+
 _OWN = {
+    "kimi_linear": _kimi_linear,
+    "rwkv7": _rwkv7,
     "mamba2": _mamba2,
     "granitemoehybrid": _granitemoehybrid,
     "falcon_h1": _mamba,

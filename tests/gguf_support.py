@@ -57,7 +57,7 @@ def experts_in_mxfp4() -> TypeOf:
 
 
 def _is_plain(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 or "gate_inp" in name or "conv1d" in name
+    return len(shape) == 1 or any(part in name for part in ("gate_inp", "conv1d", "ssm_a", "lerp"))
 
 
 def write_gguf(
@@ -93,7 +93,7 @@ def write_gguf(
     meant: dict[str, NDArray[np.float32]] = {}
     names = gguf.get_tensor_name_map(_ENUMS[architecture], num_layers_of(config))
     for plain, tensor in tensors.items():
-        name = _scale_name(plain) or names.get_name(
+        name = _other_name(plain) or names.get_name(
             plain.replace(".dt_bias", ".dt_proj.bias").replace("correction_bias", "correction.bias"),
             try_suffixes=(".weight", ".bias"),
         )
@@ -207,6 +207,9 @@ def as_stored(
         values = _mamba2_as_stored(part, name, values, config)
     if name.endswith("A_log"):
         values = np.log(-values) if back else -np.exp(values)
+    elif name.endswith("_conv1d.weight"):  # of Kimi Linear
+        channels, taps = (values.shape[1], values.shape[3]) if back else (values.shape[0], values.shape[2])
+        values = values.reshape((channels, 1, taps) if back else (1, channels, 1, taps))
     elif name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, None] if back else values[:, 0]
     if ".linear_attn." in name and kind != "qwen3_next":
@@ -217,6 +220,8 @@ def as_stored(
 def _renamed(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors by names of which the package knows all."""
     renames = parse_config(config, "config.json").stored.renames
+    if config["model_type"] == "rwkv7":
+        return _rwkv7(tensors)
     if config["model_type"] == "falcon_h1":  # whose norms the package knows by their own name alone
         renames = tuple(pair for pair in renames if pair[0] != ".pre_ff_layernorm.")
     if config["model_type"] == "nemotron_h":  # whose layers have one norm, always called alike
@@ -269,9 +274,30 @@ def _unread_keys(config: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
     }
 
 
-def _scale_name(plain: str) -> str | None:
+def _other_name(plain: str) -> str | None:
+    """The name of a tensor that the package does not know."""
     layer, _, part = plain.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{SCALES[part]}" if part in SCALES else None
+    others = SCALES | {"attention.x_x": "time_mix_lerp_fused"}
+    return f"blk.{layer}.{others[part]}" if part in others else None
+
+
+def _rwkv7(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors by the names that the converter gives them first, what two tokens are mixed by as one, and in the
+    first layer what it does not use, copies of others."""
+    import torch
+
+    names = {"self_attn": "attention", "attn": "attention", "ffn_norm": "ln2", "ffn": "feed_forward", "g_norm": "ln_x"}
+    names |= {"_lora.lora.0.weight": "1.weight", "_lora.lora.2.weight": "2.weight", "_lora.lora.2.bias": "0.weight"}
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found[name] = tensor.flatten() if name.endswith(("r_k", "feed_forward.x_k")) else tensor
+    for layer in {name.split(".")[2] for name in found if ".attention." in name}:
+        stem = f"model.layers.{layer}.attention.x"
+        found[f"{stem}_x"] = torch.stack([found.pop(f"{stem}_{part}") for part in "rwkvag"])
+    first = {name: tensor for name, tensor in found.items() if re.match(r"model\.layers\.0\.attention\.a\d", name)}
+    return found | {name.replace("attention.a", "attention.v"): tensor.clone() for name, tensor in first.items()}
 
 
 def _with_moved_heads(

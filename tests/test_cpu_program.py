@@ -19,11 +19,15 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
+from localllm.layers.linear import Linear
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_program import CpuProgram
+from localllm.models.cpu_rwkv_steps import has_native_matrices
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
-from localllm.quant.recipe import recipe
+from localllm.quant.layouts import CodedLayout, Int4Layout, Int8Layout, WeightLayout
+from localllm.quant.recipe import computing, recipe
 from tests.thinning import thinned
 
 pytestmark = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
@@ -379,3 +383,59 @@ def test_sizes_that_fill_no_whole_tiles_take_the_operators(description):
 def test_other_formats_and_devices_take_the_operators():
     assert not CpuProgram.supports(decoder(FAMILIES["llama"], "bf16"))
     assert not CpuProgram.supports(dataclasses.replace(decoder(FAMILIES["llama"], "int8"), device=torch.device("meta")))
+
+
+def empty(layout: WeightLayout, out_features: int, in_features: int) -> Linear:
+    specs = layout.specs(out_features, in_features)
+    zeros = {name: torch.zeros(spec.shape, dtype=spec.torch_dtype) for name, spec in specs.items()}
+    return Linear(computing(layout), zeros, out_features, in_features)
+
+
+def time_mix_of(up: Linear) -> Rwkv7TimeMix:
+    """A time mix of RWKV-7 with this second matrix of its decays."""
+    bodies = (block.body for block in decoder(FAMILIES["rwkv7"], "int8").blocks)
+    body = next(body for body in bodies if isinstance(body, Rwkv7TimeMix))
+    assert has_native_matrices(body)
+    return dataclasses.replace(body, decay=dataclasses.replace(body.decay, up=up))
+
+
+@pytest.mark.parametrize(
+    ("layout", "takes"),
+    [
+        (Int8Layout(), True),
+        (CodedLayout("int8", 64), True),
+        (CodedLayout("iq4", 64), True),
+        (CodedLayout("int8", 64, has_bias=True), False),  # which columns of zeros would have, too
+        (CodedLayout("int8", 32), False),  # rows of the buffer end with whole groups of 64
+        (CodedLayout("iq4", 128), False),
+        (Int4Layout(), False),
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_the_second_small_matrix_of_rwkv_7_takes_padding_in_groups_of_64_without_a_bias(layout, takes):
+    assert has_native_matrices(time_mix_of(empty(layout, 128, 128)))
+    padded = empty(layout, 128, 72)
+    assert padded.packed is not None and padded.packed.in_features > 72
+    assert has_native_matrices(time_mix_of(padded)) == takes
+
+
+def test_no_other_matrix_of_rwkv_7_takes_padding():
+    body, padded = time_mix_of(empty(Int8Layout(), 128, 64)), empty(Int8Layout(), 128, 72)
+    assert has_native_matrices(body)
+    assert not has_native_matrices(dataclasses.replace(body, o_proj=padded))
+    assert not has_native_matrices(dataclasses.replace(body, decay=dataclasses.replace(body.decay, down=padded)))
+    assert not has_native_matrices(time_mix_of(empty(Int8Layout(), 120, 64)))  # nor are rows padded
+    mix = next(
+        block.body for block in decoder(FAMILIES["rwkv7"], "int8").blocks if isinstance(block.body, Rwkv7ChannelMix)
+    )
+    assert has_native_matrices(mix) and not has_native_matrices(dataclasses.replace(mix, value=padded))
+
+
+@pytest.mark.parametrize("rank", [16, 48, 80])
+def test_padded_small_matrices_of_rwkv_7_compute_what_the_operators_do(rank):
+    names = ("decay", "a", "v", "gate")
+    description = FAMILIES["rwkv7"] | {f"{name}_low_rank_dim": rank for name in names}
+    native, plain = decoder(description, "int8"), decoder(description, "int8", torch.float32)
+    assert CpuProgram.supports(native) and not CpuProgram.supports(plain)
+    ours, expected = (run(ModelRunner(each), ids(40), [40]) for each in (native, plain))
+    assert float((ours - expected).square().mean().sqrt()) < 0.04 * float(expected.std())

@@ -9,10 +9,9 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from localllm.models.architecture import ModelConfig
-from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
 from localllm.registry import FAMILIES
+from tests.parameters import num_parameters
 
 # Text models that transformers builds as a part of another one alone, and what it has no defaults for.
 PARTS = {"qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text", "muse_glimmer_text"}
@@ -64,16 +63,3 @@ def test_what_a_file_does_not_say_means_what_transformers_takes_for_it(model_typ
         short["text_config"] = {"model_type": full["text_config"].get("model_type")}
     told, meant = (replace(parse_config(raw, model_type), dtype="float32") for raw in (short, full))
     assert told == meant
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Numbers that a checkpoint of the model stores; what both blocks of a layer read is stored once."""
-    counts: dict[str, int] = {}
-    for block in block_layouts(config):
-        for matrix in block.matrices:
-            counts[matrix.stored] = matrix.num_weights + matrix.out_features * matrix.has_bias
-        for matrix in () if block.experts is None else block.experts.matrices(0):
-            one = matrix.num_weights + matrix.out_features * matrix.has_bias
-            counts[matrix.stored] = block.experts.num_experts * one  # type: ignore[union-attr]
-        counts |= {vector.stored: vector.features for vector in block.vectors}
-    return sum(counts.values())

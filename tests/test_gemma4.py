@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from localllm import Engine, Request, SamplingParams
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
-from localllm.models import block_source
+from localllm.models import stored_matrices
 from localllm.models.block_layouts import block_layouts
 from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
@@ -91,7 +91,7 @@ def test_an_embedding_that_is_packed_in_pieces_is_the_same(
     write_checkpoint(tmp_path, "gemma4", **WIDE, hidden_size_per_layer_input=64, vocab_size=272)
     tensors = []
     for most in (1 << 40, 1 << 13):
-        monkeypatch.setattr(block_source, "_SLAB_WEIGHTS", most)
+        monkeypatch.setattr(stored_matrices, "_SLAB_WEIGHTS", most)
         config = load_config(tmp_path)
         with Checkpoint.open(tmp_path, config.stored) as checkpoint:
             source = CheckpointBlocks(checkpoint, config, recipe(weights))

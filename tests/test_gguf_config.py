@@ -1,4 +1,4 @@
-"""Names and configurations of GGUF files, against the gguf package's names and the configs that files are made of."""
+"""Configurations of GGUF files, against the gguf package's names and the configs that files are made of."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from localllm.errors import CheckpointError, UnsupportedModelError
 from localllm.gguf.config import eos_ids, hf_config
 from localllm.gguf.header import read_header
-from localllm.gguf.names import hf_name, holds_weights, stored_form
+from localllm.gguf.names import hf_name, holds_weights
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS, rope_factors
-from localllm.layers.config import AltUpConfig, AttentionConfig, DeltaNetConfig, LatentAttentionConfig, QueryGrowth
+from localllm.layers.config import AltUpConfig, QueryGrowth
 from localllm.models.block_layouts import block_layouts
 from localllm.models.families import parse_config
 from localllm.models.layout import COEFFICIENTS
-from localllm.models.rope_fields import FULL, LINEAR
 from tests.gguf_metadata import (
     ARCHITECTURES,
     HYBRIDS,
@@ -34,6 +33,7 @@ from tests.gguf_metadata import (
     factors_of,
     llama3_factors,
     metadata_of,
+    small,
 )
 from tests.thinning import examples
 
@@ -111,9 +111,6 @@ def converted(raw: Mapping[str, Any]) -> dict[str, Any]:
     return hf_config(metadata_of(raw, architecture), shapes, factors)
 
 
-# Names
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_tensor_has_the_name_that_its_block_reads(model_type: str) -> None:
@@ -122,104 +119,6 @@ def test_every_tensor_has_the_name_that_its_block_reads(model_type: str) -> None
     for name, (_, plain) in tensors.items():
         assert hf_name(name, architecture, tensors) == plain
         assert holds_weights(name)
-
-
-@pytest.mark.parametrize("architecture", sorted({ARCHITECTURES[each] for each in (*MODEL_TYPES, *HYBRIDS)}))
-def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) -> None:
-    gguf = pytest.importorskip("gguf")
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = [gguf.TENSOR_NAMES[each].format(bid=7) + ".weight" for each in gguf.MODEL_TENSORS[kind]]
-    assert names
-    for name in names:
-        if not name.startswith("dense_2") and "latent" not in name:  # of models that do not run
-            assert (hf_name(name, architecture) is not None) == holds_weights(name), name
-
-
-@pytest.mark.parametrize(
-    ("name", "architecture", "plain"),
-    [
-        ("blk.3.attn_q.bias", "qwen2", "model.layers.3.self_attn.q_proj.bias"),
-        ("blk.3.ffn_down.5.weight", "llama", "model.layers.3.mlp.experts.5.down_proj.weight"),
-        ("blk.0.ffn_gate_up_exps.weight", "qwen3moe", "model.layers.0.mlp.experts.gate_up_proj"),
-        ("blk.0.attn_q.scale", "llama", "model.layers.0.self_attn.q_proj.scale"),
-        ("blk.3.exp_probs_b.bias", "glm4moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
-        ("blk.3.exp_probs_b", "ernie4_5-moe", "model.layers.3.mlp.gate.e_score_correction_bias"),
-        ("output_norm.bias", "phimoe", "model.norm.bias"),
-        ("blk.3.attn_kv_b.weight", "deepseek2", "model.layers.3.self_attn.kv_b_proj.weight"),
-        ("blk.3.ssm_d", "mamba2", "model.layers.3.mamba.D"),
-        ("blk.3.ssm_dt.bias", "nemotron_h", "model.layers.3.mamba.dt_bias"),
-        ("blk.3.ssm_conv1d.bias", "granitehybrid", "model.layers.3.mamba.conv1d.bias"),
-        ("blk.3.ffn_norm", "falcon-h1", "model.layers.3.post_attention_layernorm.weight"),
-        ("blk.3.shortconv.conv.weight", "lfm2", "model.layers.3.conv.conv.weight"),
-        ("blk.3.shortconv.in_proj.weight", "llama", None),
-        ("token_embd_norm.weight", "lfm2moe", "model.norm.weight"),
-        ("blk.3.ffn_latent_up.weight", "nemotron_h_moe", None),
-        ("blk.3.ssm_a", "qwen35", "model.layers.3.linear_attn.A_log"),
-        ("blk.3.ffn_gate_inp.scale", "gemma4", "model.layers.3.router.scale"),
-        ("blk.3.ffn_down_exps.scale", "gemma4", "model.layers.3.router.per_expert_scale"),
-        ("blk.3.ffn_gate_up_exps.scale", "gemma4", "model.layers.3.mlp.experts.gate_up_proj.scale"),
-        ("blk.3.ffn_down_exps.scale", "qwen3moe", "model.layers.3.mlp.experts.down_proj.scale"),
-        ("blk.3.ffn_gate_exps.bias", "gpt-oss", "model.layers.3.mlp.experts.gate_proj.bias"),
-        ("altup_proj.weight", "gemma3n", "model.altup_projections.weight"),
-        ("blk.3.ssm_dt.bias", "qwen3next", "model.layers.3.linear_attn.dt_bias"),
-        ("blk.3.attn_qkv.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_qkv.weight"),
-        ("blk.3.attn_gate.weight", "qwen3next", "model.layers.3.linear_attn.in_proj_z.weight"),
-        ("rope_freqs.weight", "llama", None),
-        ("blk.3.attn_q.5.weight", "llama", None),
-        ("blk.3.ssm_in.weight", "llama", None),
-        ("blk.999999999999.attn_q.weight", "llama", None),
-        ("blk.x.attn_q.weight", "llama", None),
-        ("", "llama", None),
-    ],
-)
-def test_names_beside_the_usual_ones(name: str, architecture: str, plain: str | None) -> None:
-    assert hf_name(name, architecture) == plain
-
-
-def test_encoders_beside_a_text_model_are_not_its_weights() -> None:
-    names = ("v.blk.0.attn_q.weight", "a.blk.0.ln1.weight", "mm.input_projection.weight", "blk.0.attn_v.weight")
-    assert [holds_weights(name) for name in names] == [False, False, False, True]
-
-
-def test_an_mlp_beside_a_router_is_a_shared_expert() -> None:
-    stored = {"blk.1.ffn_gate_inp.weight"}
-    names = [hf_name(f"blk.{layer}.ffn_up.weight", "gemma4", stored) for layer in (0, 1)]
-    assert names == ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.shared_expert.up_proj.weight"]
-    assert hf_name("blk.1.ffn_up.5.weight", "llama", stored) == "model.layers.1.mlp.experts.5.up_proj.weight"
-
-
-def test_the_norm_of_a_layer_that_is_an_mlp_is_in_front_of_that() -> None:
-    stored = {"blk.1.ffn_down.weight", "blk.2.ffn_down_exps.weight"}
-    names = [hf_name(f"blk.{layer}.attn_norm.weight", "nemotron_h_moe", stored) for layer in range(3)]
-    norms = ("input_layernorm", "post_attention_layernorm", "post_attention_layernorm")
-    assert names == [f"model.layers.{layer}.{norm}.weight" for layer, norm in enumerate(norms)]
-    assert hf_name("blk.1.attn_norm.weight", "granitehybrid", stored) == "model.layers.1.input_layernorm.weight"
-
-
-def test_the_rows_of_permuted_heads_come_back() -> None:
-    np = pytest.importorskip("numpy")
-    heads, head_dim, K = 3, 8, 5
-    weight = np.arange(heads * head_dim * K).reshape(heads * head_dim, K)
-    # As llama.cpp's conversion stores it: the halves of a head become pairs.
-    stored = weight.reshape(heads, 2, head_dim // 2, K).swapaxes(1, 2).reshape(weight.shape)
-    # As `GgufForm` says.
-    read = stored.reshape(heads, head_dim // 2, 2, K).swapaxes(1, 2).reshape(weight.shape)
-    assert (read == weight).all()
-    permuted = {"llama", "mistral3", "granite", "granitehybrid", "granitemoe", "smollm3", "arcee", "muse-glimmer"}
-    paired_as_they_were = {"ernie4_5", "ernie4_5-moe", "chatglm", "glm4", "cohere2", "deepseek2"}
-    paired = {name for name in ARCHITECTURES.values() if stored_form(name).pairs_heads}
-    assert paired == permuted | paired_as_they_were
-
-
-def test_the_forms_of_architectures() -> None:
-    """As llama.cpp's conversion has them: `modify_tensors` in its files for these models."""
-    names = set(ARCHITECTURES.values())
-    with_offset = {"gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "nemotron", "muse-glimmer"}
-    assert {name for name in names if stored_form(name).norm_offset} == with_offset
-    assert {name for name in names if stored_form(name).tiles_value_heads} == {"qwen35", "qwen35moe"}
-
-
-# Configurations
 
 
 # Where a default of transformers is none that a model has, or that the format cannot say.
@@ -301,20 +200,6 @@ def test_a_rope_scaling_comes_back(model_type: str, kind: str) -> None:
     assert next(factors) == pytest.approx(next(factors), rel=1e-4)
 
 
-def small(architecture: str = "llama", **keys: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
-    """The metadata and the shapes of a small model. keys: further ones, "__" for "." in them; None takes one away."""
-    metadata: dict[str, object] = {
-        "embedding_length": 64,
-        "feed_forward_length": 32,
-        "block_count": 2,
-        "context_length": 128,
-        "attention.head_count": 4,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    } | {key.replace("__", "."): value for key, value in keys.items()}
-    present = {f"{architecture}.{key}": value for key, value in metadata.items() if value is not None}
-    return {"general.architecture": architecture, **present}, {"token_embd.weight": (99, 64)}
-
-
 def test_a_file_is_read_with_its_factors(tmp_path: Path) -> None:
     gguf, np = pytest.importorskip("gguf"), pytest.importorskip("numpy")
     path, writer = tmp_path / "model.gguf", gguf.GGUFWriter(tmp_path / "model.gguf", "phi3")
@@ -367,209 +252,6 @@ def test_layers_of_gemma_slide_as_the_file_says() -> None:
         config = hf_config(*small("gemma3", attention__sliding_window_pattern=pattern, **keys))
         assert config["layer_types"] == [f"{kind}_attention" for kind in expected]
     assert hf_config(*small("gemma3", attention__key_length=8))["layer_types"] == ["full_attention"] * 2
-
-
-DELTA: dict[str, object] = {
-    "block_count": 4,
-    "ssm__conv_kernel": 4,
-    "ssm__state_size": 16,
-    "ssm__group_count": 2,
-    "ssm__time_step_rank": 4,
-    "ssm__inner_size": 64,
-}
-EXPERTS: dict[str, object] = {"expert_count": 8, "expert_used_count": 2}
-
-
-def small_hybrid(architecture: str, **keys: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:
-    metadata, shapes = small(architecture, **{**DELTA, **EXPERTS, **keys})
-    if architecture != "qwen35":
-        shapes |= {f"blk.0.ffn_down_{kind}.weight": (64, 24) for kind in ("exps", "shexp")}
-    return metadata, shapes
-
-
-@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "qwen35moe"])
-def test_layers_with_states_are_where_the_file_says(architecture: str) -> None:
-    L, F, mtp = LINEAR, FULL, {"nextn_predict_layers": 1}
-    recurrent = [True, False, False, True, False]
-    for keys, expected in [
-        ({}, [L, L, L, F]),
-        ({"full_attention_interval": 2}, [L, F, L, F]),
-        ({"block_count": 5, **mtp}, [L, L, L, F]),
-        ({"block_count": 5, "attention__recurrent_layers": recurrent, **mtp}, [L, F, F, L]),
-    ]:
-        config = hf_config(*small_hybrid(architecture, **keys))
-        assert (config["layer_types"], config["num_hidden_layers"]) == (expected, 4)
-        mixers = [type(layer.mixer) for layer in parse_config(config, "config.json").layers]
-        assert mixers == [DeltaNetConfig if kind == LINEAR else AttentionConfig for kind in expected]
-
-
-@pytest.mark.parametrize("architecture", ["qwen3next", "qwen35", "qwen35moe"])
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"ssm__conv_kernel": None}, r"ssm\.conv_kernel"),
-        ({"ssm__state_size": None}, r"ssm\.state_size"),
-        ({"ssm__group_count": None}, r"ssm\.group_count"),
-        ({"ssm__time_step_rank": None}, r"ssm\.time_step_rank"),
-        ({"ssm__time_step_rank": 0}, r"ssm\.inner_size"),
-        ({"ssm__inner_size": None}, r"ssm\.inner_size"),
-        ({"ssm__inner_size": 63}, r"ssm\.inner_size"),
-        ({"ssm__group_count": 3}, "linear_num_value_heads"),
-        ({"ssm__group_count": 0}, "linear_num_key_heads"),
-        ({"full_attention_interval": 0}, "full_attention_interval"),
-        ({"full_attention_interval": 5}, "layer_types"),  # no layer has keys and values
-        ({"nextn_predict_layers": 4}, "block_count"),
-        ({"attention__recurrent_layers": [True, False]}, r"recurrent_layers"),
-        ({"attention__recurrent_layers": [True, False, True, False, False]}, r"recurrent_layers"),
-        ({"attention__recurrent_layers": [1, 0, 1, 0]}, r"recurrent_layers"),
-        ({"attention__recurrent_layers": True}, r"recurrent_layers"),
-    ],
-)
-def test_a_hybrid_that_does_not_add_up_is_refused_by_its_key(
-    architecture: str, keys: dict[str, object], said: str
-) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        parse_config(hf_config(*small_hybrid(architecture, **keys)), "config.json")
-
-
-MAMBA: dict[str, object] = {
-    "ssm__conv_kernel": 4,
-    "ssm__state_size": 16,
-    "ssm__group_count": 2,
-    "ssm__time_step_rank": 4,
-    "ssm__inner_size": 64,
-}
-
-
-def read_hybrid(architecture: str, *tensors: str, **keys: object) -> dict[str, object]:
-    metadata, shapes = small(architecture, **{**MAMBA, **keys})
-    return hf_config(metadata, shapes | dict.fromkeys(tensors, (64, 24)))
-
-
-def test_layers_without_heads_of_keys_have_another_mixer() -> None:
-    of_two: dict[str, object] = {"attention__head_count_kv": [0, 2]}
-    kinds = {"granitehybrid": "linear_attention", "lfm2": "conv"}
-    given = {
-        "granitehybrid": {"rope__scaling__finetuned": False, "attention__scale": 0.25},
-        "lfm2": {"shortconv__l_cache": 3},
-    }
-    for architecture, kind in kinds.items():
-        made = read_hybrid(architecture, "blk.0.ffn_down.weight", **of_two, **given[architecture])
-        assert made["layer_types"] == [kind, "full_attention"]
-        config = parse_config(made, "config.json")
-        assert [isinstance(layer.mixer, AttentionConfig) for layer in config.layers] == [False, True]
-        assert config.attentions[0].num_kv_heads == 2
-    with pytest.raises(UnsupportedModelError, match=r"heads that rotate \(Bamba\)"):
-        read_hybrid("granitehybrid", "blk.0.ffn_down.weight", **of_two)
-    with pytest.raises(CheckpointError, match=r"head_count_kv"):
-        read_hybrid("lfm2", attention__head_count_kv=[0, 2, 2], shortconv__l_cache=3)
-
-
-def test_a_layer_of_nemotron_is_what_its_tensors_are() -> None:
-    tensors = ("blk.0.ssm_in.weight", "blk.1.ffn_down.weight", "blk.2.attn_q.weight", "blk.2.attn_output.weight")
-    lists = {"attention__head_count_kv": [0, 0, 2, 0], "feed_forward_length": [0, 24, 0, 24], "block_count": 4}
-    keys: dict[str, object] = {**lists, "nextn_predict_layers": 1}  # whose layer no list of kinds has
-    made = read_hybrid("nemotron_h", *tensors, **keys)
-    assert made["layers_block_type"] == ["linear_attention", "mlp", "full_attention"]
-    config = parse_config(made, "config.json")
-    assert [layer.feed_forward is not None for layer in config.layers] == [False, True, False]
-    assert config.attentions[0].rotary_dim == 0
-    with pytest.raises(UnsupportedModelError, match="latent size"):
-        parse_config(read_hybrid("nemotron_h", *tensors, moe_latent_size=8, **keys), "config.json")
-    with pytest.raises(UnsupportedModelError, match="type"):
-        parse_config(read_hybrid("nemotron_h", *tensors[1:], **keys), "config.json")
-
-
-def test_features_that_a_share_of_the_hidden_state_would_round_down_are_what_they_were() -> None:
-    made = read_hybrid("mamba2", embedding_length=2816, ssm__inner_size=7680)
-    assert parse_config(made, "config.json").recurrents[0].shape.features == 7680
-
-
-@pytest.mark.parametrize("architecture", ["mamba2", "falcon-h1"])
-@pytest.mark.parametrize("key", MAMBA)
-def test_mamba_2_without_one_of_its_sizes_is_refused(architecture: str, key: str) -> None:
-    assert parse_config(read_hybrid(architecture), "config.json").recurrents[0].shape.num_heads == 4
-    with pytest.raises(CheckpointError, match=key.replace("__", r"\.")):
-        read_hybrid(architecture, **{key: None})
-    with pytest.raises(CheckpointError, match=r"ssm\.inner_size"):
-        read_hybrid(architecture, ssm__inner_size=66)
-
-
-LATENT: dict[str, object] = {
-    "attention__q_lora_rank": 20,
-    "attention__kv_lora_rank": 32,
-    "attention__head_count_kv": 1,
-    "attention__key_length": 40,
-    "attention__value_length": 32,
-    "attention__key_length_mla": 24,
-    "attention__value_length_mla": 12,
-    "rope__dimension_count": 8,
-    "expert_gating_func": 2,
-    "leading_dense_block_count": 1,
-}
-
-
-def read_latent(*tensors: str, **keys: object) -> dict[str, object]:
-    metadata, shapes = small("deepseek2", **{**LATENT, **EXPERTS, **keys})
-    return hf_config(metadata, shapes | {"blk.1.ffn_down_exps.weight": (8, 64, 24), **dict.fromkeys(tensors, (8,))})
-
-
-def test_early_files_of_deepseek_say_what_is_made_of_latents() -> None:
-    whole = dict.fromkeys(("attention__key_length_mla", "attention__value_length_mla", "expert_gating_func"))
-    early = {"attention__key_length": 24, "attention__value_length": 12, "attention__head_count_kv": 4, **whole}
-    now, then = read_latent(), read_latent(**early)
-    assert (now["model_type"], then["model_type"]) == ("deepseek_v3", "deepseek_v2")
-    assert read_latent("blk.1.exp_probs_b.bias", **early)["model_type"] == "deepseek_v3"
-    for made in (now, then):
-        [mixer] = {layer.mixer for layer in parse_config(made, "config.json").layers}
-        assert isinstance(mixer, LatentAttentionConfig)
-        sizes = (mixer.num_heads, mixer.query_rank, mixer.latent_dim, mixer.plain_dim, mixer.shared_dim)
-        assert (*sizes, mixer.value_dim) == (4, 20, 32, 16, 8, 12)
-    lite = read_latent(attention__q_lora_rank=None)
-    assert parse_config(lite, "config.json").latents[0].query_rank is None
-    assert read_latent(expert_gating_func=1, expert_group_count=2)["topk_method"] == "group_limited_greedy"
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"expert_gating_func": 3}, "experts that are chosen in another way"),
-        ({"rope__dimension_count": 24}, r"rope\.dimension_count"),
-        ({"rope__dimension_count": None}, r"rope\.dimension_count"),
-        ({"attention__kv_lora_rank": None}, r"kv_lora_rank"),
-        ({"attention__value_length_mla": None}, r"value_length_mla"),
-        ({"attention__head_count": 0}, "num_attention_heads"),
-        ({"expert_count": None}, "expert_count"),
-    ],
-)
-def test_latent_attention_that_does_not_add_up_is_refused(keys: dict[str, object], said: str) -> None:
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
-        parse_config(read_latent(**keys), "config.json")
-
-
-def test_the_values_of_minicpm_3_are_what_is_left_of_a_heads_rows() -> None:
-    keys = {"attention__kv_lora_rank": 32, "attention__key_length": 24, "rope__dimension_count": 8}
-    metadata, shapes = small("minicpm3", **keys)
-    made = hf_config(metadata, shapes | {"blk.0.attn_kv_b.weight": (4 * (16 + 12), 32)})
-    config = parse_config(made, "config.json")
-    assert {(each.plain_dim, each.value_dim) for each in config.latents} == {(16, 12)}
-    assert (config.embedding_scale, config.residual_scale, config.logit_scale) == (12, 1.4 / 2**0.5, 4)
-    with pytest.raises(CheckpointError, match="attn_kv_b"):
-        hf_config(metadata, shapes)
-    with pytest.raises(CheckpointError, match="v_head_dim"):
-        parse_config(hf_config(metadata, shapes | {"blk.0.attn_kv_b.weight": (4 * 16, 32)}), "config.json")
-
-
-def test_experts_alone_need_no_other_width() -> None:
-    config = hf_config(*small_hybrid("qwen35moe", feed_forward_length=None))
-    assert parse_config(config, "config.json").mixtures[0].expert.intermediate_size == 24
-    for architecture, key in {"qwen35": "feed_forward_length", "qwen3next": "intermediate_size"}.items():
-        with pytest.raises(CheckpointError, match=key):
-            parse_config(hf_config(*small_hybrid(architecture, feed_forward_length=None)), "config.json")
-    metadata, shapes = small_hybrid("qwen35moe")
-    del shapes["blk.0.ffn_down_shexp.weight"]
-    with pytest.raises(CheckpointError, match="ffn_down_shexp"):
-        hf_config(metadata, shapes)
 
 
 GEMMA4: dict[str, object] = {

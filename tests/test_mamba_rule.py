@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -225,7 +226,6 @@ def test_the_kernels_compute_what_the_reference_does(shape: Mamba2Shape, isa: Is
 
 
 VARIANTS = {
-    "bounded": {"least_step": 0.5, "most_step": 1.2},
     "without a norm": {"norm": None, "norm_is_gated": False},
     "norm before the gate": {"norm_is_gated": False},
 }
@@ -241,6 +241,52 @@ def test_kernels_know_what_families_differ_in(variant: str) -> None:
     (usual,) = ReferenceLayer(shape, random_weights(shape)).run([Sequence(shape).rows(70)])
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
     assert not torch.allclose(found, usual, atol=1e-3)
+
+
+def looped(weights: Mamba2Weights, one: Sequence) -> tuple[Tensor, Tensor]:
+    """All tokens of a sequence in fp64, one after the other, each head by itself; a step is bounded behind its
+    softplus. Returns what comes out, [T, features], and the states, [heads, state_size, head_dim]."""
+    shape, raw, z = one.shape, one.raw.double(), one.z.double()
+    taps, groups = shape.conv_width, shape.num_groups
+    a_log, bias, d = (values.tolist() for values in (weights.a_log, weights.dt_bias, weights.d))
+    seen = functional.pad(raw[:, : shape.channels], (0, 0, taps - 1, 0))
+    states, out = torch.zeros(shape.num_heads, shape.state_size, shape.head_dim, dtype=torch.float64), []
+    for t in range(len(raw)):
+        row = functional.silu((seen[t : t + taps] * weights.conv).sum(0) + weights.conv_bias)
+        x, b, c = row.split([shape.features, *[groups * shape.state_size] * 2])
+        for head in range(shape.num_heads):
+            own = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+            group = head // (shape.num_heads // groups)
+            part = slice(group * shape.state_size, (group + 1) * shape.state_size)
+            step = math.log1p(math.exp(raw[t, shape.channels + head].item() + bias[head]))
+            step = min(max(step, weights.least_step), weights.most_step)
+            states[head] *= math.exp(-math.exp(a_log[head]) * step)
+            states[head] += torch.outer(b[part], step * x[own])
+            out.append(c[part] @ states[head] + d[head] * x[own])
+    gated = torch.cat(out).view(len(raw), groups, -1) * functional.silu(z).view(len(raw), groups, -1)
+    means = gated.square().mean(-1, keepdim=True)
+    return (gated / (means + weights.eps).sqrt()).flatten(1) * weights.norm, states
+
+
+BOUNDS = {"on both sides": (0.5, 1.2), "from below": (0.9, math.inf), "from above": (0.0, 0.4), "one": (0.7, 0.7)}
+LAYERS = {"operators": ReferenceLayer} | {
+    isa.name: lambda shape, weights, isa=isa: NativeLayer(shape, weights, isa) for isa in HOST_ISAS
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_bounded_steps_are_those_of_a_plain_loop_in_a_prompt_and_one_by_one(make, bounds) -> None:
+    for shape in NATIVE_SHAPES[:2]:
+        weights = replace(random_weights(shape), least_step=bounds[0], most_step=bounds[1])
+        one, layer = Sequence(shape, 40), make(shape, weights)
+        expected, states = looped(weights, one)
+        steps = functional.softplus(one.raw[:, shape.channels :] + weights.dt_bias)
+        assert (steps < bounds[0]).any() or (steps > bounds[1]).any()
+        found = [layer.run([one.rows(end)])[0] for end in (23, *range(24, 41))]
+        torch.testing.assert_close(torch.cat(found).double(), expected, rtol=2e-5, atol=2e-5)
+        lanes = one.state.matrices.view(shape.num_heads, -1, shape.state_size, shape.lanes)
+        torch.testing.assert_close(lanes.transpose(1, 2).flatten(2).double(), states, rtol=1e-5, atol=1e-5)
 
 
 @native

@@ -652,6 +652,7 @@ NOT_SUPPORTED = {
     "heads that are not all features": ("bamba", {"mamba_n_heads": 7, "mamba_d_head": 64}, "mamba_n_heads"),
     "groups that divide no heads": ("mamba2", {"n_groups": 3}, "n_groups"),
     "a step without an upper bound's number": ("bamba", {"time_step_limit": [0.0, "never"]}, "time_step_limit"),
+    "a step that no number is long enough for": ("bamba", {"time_step_limit": [1e39, math.inf]}, "time_step_limit"),
     "a layer that is not there": ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices"),
     "a router that is another family's": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
     "experts in every second layer": ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
@@ -673,7 +674,7 @@ def test_what_such_a_model_cannot_be_is_refused_by_name(case: str) -> None:
 
 
 def test_a_step_of_mamba_2_may_be_unbounded_in_each_way_that_files_have_it() -> None:
-    for highest in (math.inf, "Infinity", {"__float__": "Infinity"}):
+    for highest in (math.inf, "Infinity", {"__float__": "Infinity"}, sys.float_info.max, 10**400):
         config = parse_config({"model_type": "bamba", "time_step_limit": [0.1, highest]}, "config.json")
         assert {(mixer.least_step, mixer.most_step) for mixer in config.recurrents} == {(0.1, None)}
     config = parse_config({"model_type": "bamba", "time_step_limit": [0.0, 2.5]}, "config.json")

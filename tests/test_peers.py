@@ -25,12 +25,12 @@ from benchmarks.peers import (
     kv_bytes,
     num_weights,
     play,
-    shape_of,
     summary,
     table,
     tables,
     update,
 )
+from localllm.models.shapes import shipped_shapes
 from tests.thinning import every_other
 
 PREFILL, SHALLOW = Task("prefill", tokens=512), Task("decode", depth=128)
@@ -186,7 +186,7 @@ SMALLER = {
 
 def small(model: str) -> dict[str, object]:
     common = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    return {**shape_of(model), **common, **SMALLER[model]}
+    return {**shipped_shapes()[model], **common, **SMALLER[model]}
 
 
 def read_weights(shape: dict[str, object]) -> int:
@@ -274,7 +274,7 @@ def test_the_gguf_file_of_each_shape_has_the_tensors_of_its_architecture_and_the
     from benchmarks.peers_architectures import architecture
     from benchmarks.peers_gguf import model_tensors
 
-    shape = cut_to(shape_of(model), 7)
+    shape = cut_to(shipped_shapes()[model], 7)
     names = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[names[architecture(shape).name]]}
     tensors = list(model_tensors(shape, "Q6_K"))
@@ -375,13 +375,13 @@ def test_the_weights_of_a_shape_are_counted_as_the_model_counts_them() -> None:
 
 
 def test_only_layers_that_attend_keep_something_of_a_token_and_latents_are_keys_and_values_at_once() -> None:
-    assert kv_bytes(shape_of("glm-4.7-flash")) == 47 * (512 + 64) * 2
-    assert kv_bytes(shape_of("lfm2-1.2b")) == 6 * 8 * 64 * 2 * 2
-    assert kv_bytes(shape_of("granite-4.0-h-micro")) == 4 * 8 * 64 * 2 * 2
-    assert kv_bytes(shape_of("falcon-h1-0.5b")) == 36 * 2 * 64 * 2 * 2
-    assert kv_bytes(shape_of("rwkv7-1.5b")) == 0
+    assert kv_bytes(shipped_shapes()["glm-4.7-flash"]) == 47 * (512 + 64) * 2
+    assert kv_bytes(shipped_shapes()["lfm2-1.2b"]) == 6 * 8 * 64 * 2 * 2
+    assert kv_bytes(shipped_shapes()["granite-4.0-h-micro"]) == 4 * 8 * 64 * 2 * 2
+    assert kv_bytes(shipped_shapes()["falcon-h1-0.5b"]) == 36 * 2 * 64 * 2 * 2
+    assert kv_bytes(shipped_shapes()["rwkv7-1.5b"]) == 0
 
 
 def test_the_lists_of_a_shape_are_cut_with_its_layers() -> None:
-    assert cut_to(shape_of("lfm2-1.2b"), 6)["full_attn_idxs"] == [2, 5]
-    assert cut_to(shape_of("granite-4.0-h-micro"), 6)["layer_types"] == ["mamba"] * 5 + ["attention"]
+    assert cut_to(shipped_shapes()["lfm2-1.2b"], 6)["full_attn_idxs"] == [2, 5]
+    assert cut_to(shipped_shapes()["granite-4.0-h-micro"], 6)["layer_types"] == ["mamba"] * 5 + ["attention"]

@@ -171,6 +171,14 @@ REMEDIES = {
 _OUTLOOKS = {"stop": "; once it is full, answers are cut and questions refused"}
 
 
+@dataclass(frozen=True)
+class Fullness:
+    """The notice about a context that is nearly full. is_full: the answer was cut for it."""
+
+    text: str
+    is_full: bool
+
+
 @dataclass
 class ContextMeter:
     """Reports how full the context is when it becomes nearly full, and again before the end.

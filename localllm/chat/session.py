@@ -5,10 +5,9 @@ Knows engines, dialogues and the history. Knows no terminal: front ends show wha
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,23 +20,22 @@ from localllm.chat.context import (
     REMEDIES,
     ContextMeter,
     ContextUsage,
+    Fullness,
     can_be_longer,
     chat_request,
     context_usage,
-    evicted_text,
     is_cut_by_context,
     offer_policies,
     text_of,
 )
 from localllm.chat.dialogue import Dialogue, Message
-from localllm.chat.miss_report import Explanation, explain
+from localllm.chat.miss_report import explain
+from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import AnswerRecording, Notifier, Resumed, recorder_of
 from localllm.chat.text_file import read_text_file, typed_path
 from localllm.chat.thoughts import (
-    NO_THOUGHTS,
     THOUGHT_MARKS,
     Effort,
-    Thinking,
     answer_ids,
     begins_in_thought,
     effort_of,
@@ -48,7 +46,6 @@ from localllm.config import shown_setting
 from localllm.errors import (
     ContextOverflowError,
     EngineGoneError,
-    Fix,
     LocalLLMError,
     SettingsError,
     TemplateError,
@@ -58,59 +55,12 @@ from localllm.runtime.selection import Selection
 from localllm.text.eviction import without
 
 if TYPE_CHECKING:
-    from localllm.cache.miss_reason import CacheMiss
     from localllm.engine.engine_info import LoadedEngine
-    from localllm.engine.events import FinishedEvent
-    from localllm.engine.request import AdapterRef, Request
+    from localllm.engine.request import AdapterRef
     from localllm.runtime.engine_handle import EngineHandle, RequestStream
     from localllm.text.chat_template import ChatInput
-    from localllm.text.eviction import Evicted
 
 _SWITCH = "/set overflow"  # chooses a policy in a chat
-
-
-@dataclass(frozen=True)
-class PendingTurn:
-    """A question on its way to the model.
-
-    evicted: turns that left the context for it.
-    explain: gives the reason why its prompt was not found whole in the cache.
-    said: the beginning of an answer that is continued, the last num_said_ids of the prompt.
-    thinking: how thoughts are told apart.
-    note: a notice about a setting, given once.
-    is_switched: the answer before was computed with other adapters.
-    """
-
-    request: Request
-    evicted: Evicted
-    explain: Callable[[CacheMiss], Explanation]
-    said: str = ""
-    num_said_ids: int = 0
-    thinking: Thinking = NO_THOUGHTS
-    note: str = ""
-    is_switched: bool = False
-
-    @property
-    def notices(self) -> list[str]:
-        """The notices before the answer."""
-        return [*([evicted_text(self.evicted)] if self.evicted.turns else []), *([self.note] if self.note else [])]
-
-    def answer(self) -> Answer:
-        """Return the answer before its first event."""
-        begun = [self.said] if self.said else []
-        return Answer(len(self.request.prompt_ids), self.request.sampling.seed, begun, thinking=self.thinking)
-
-    def explained(self, finished: FinishedEvent) -> Explanation | None:
-        """Return the reason why the prompt was not found whole; None where nothing more is known."""
-        return None if finished.miss is None else self.explain(finished.miss)
-
-
-@dataclass(frozen=True)
-class Fullness:
-    """The notice about a context that is nearly full. is_full: the answer was cut for it."""
-
-    text: str
-    is_full: bool
 
 
 class ChatSession:
@@ -585,24 +535,3 @@ class ChatSession:
         """Record what was missed, and close the history."""
         self.recorder.catch_up()
         self.recorder.close()
-
-
-def _typed_in_chat(fix: Fix) -> Fix | str:
-    if fix.kind in ("model", "word"):
-        return f"/{'model' if fix.kind == 'model' else 'attach'} {shlex.quote(fix.words[1])}"
-    return f"start again with {fix}" if fix.kind == "flag" else fix
-
-
-def mended_in_chat(error: LocalLLMError) -> LocalLLMError:
-    """Return the error with a fix that can be typed in a chat."""
-    error.fix = [_typed_in_chat(fix) for fix in error.fixes]
-    match error:
-        case ContextOverflowError():
-            error.fix = "/undo", "/clear", *error.fixes
-        case SettingsError() if not any(str(fix).startswith("/set ") for fix in error.fixes):
-            error.fix = "/set shows every setting"
-        case TemplateError():
-            error.fix = "/undo", "/clear", "/system -"
-        case UsageError() if not error.fixes:
-            error.fix = "/help"
-    return error

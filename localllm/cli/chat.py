@@ -17,8 +17,9 @@ from localllm.chat import slash
 from localllm.chat.answer import statistics
 from localllm.chat.attachments import folded
 from localllm.chat.file_references import dropped
+from localllm.chat.fixes import mended_in_chat
 from localllm.chat.recorder import Resumed, look_up
-from localllm.chat.session import ChatSession, mended_in_chat
+from localllm.chat.session import ChatSession
 from localllm.chat.text_file import ExistsError, typed_path
 from localllm.chat.thoughts import effort_of, kept_apart, told_apart
 from localllm.cli import options

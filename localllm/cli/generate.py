@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from localllm.chat.answer import Answer, Piece, best, finished_fields, logprob_fields, silence, statistics
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.miss_report import NEW, miss_fields
+from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import AnswerRecording
-from localllm.chat.session import PendingTurn
 from localllm.cli.choices import SEPARATOR, AnswerChoice
 from localllm.cli.context import CliContext
 from localllm.cli.interrupts import Interrupted, Interrupts

@@ -17,8 +17,8 @@ from localllm.chat.answer import Answer
 from localllm.chat.context import can_be_longer, chat_request, evicted_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
+from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
-from localllm.chat.session import PendingTurn
 from localllm.chat.tool_words import adapted
 from localllm.cli import options
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of

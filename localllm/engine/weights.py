@@ -13,17 +13,18 @@ from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes, source_id
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts, model_bytes
-from localllm.models.block_source import CheckpointBlocks, blocks_at_once, held_bytes, stored_config
 from localllm.models.checkpoints.checkpoint import Checkpoint, is_quantized
 from localllm.models.families import load_config
 from localllm.models.kept_weights import kept_weights
 from localllm.models.packed_file import needs_conversion
+from localllm.models.stored_matrices import blocks_at_once, held_bytes, stored_config
 from localllm.offload.planner.fit_errors import cannot_be_packed, more_of
 from localllm.offload.planner.model_shape import Packing
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.layouts import DEFAULT, KEPT, SIZES, BF12Layout, DenseLayout, Sizes, recipe_name
 
 if TYPE_CHECKING:
+    from localllm.models.block_source import CheckpointBlocks
     from localllm.models.load import Progress
     from localllm.models.packed import PackedModel
     from localllm.quant.recipe import Recipe
@@ -114,6 +115,8 @@ def _own_dtype(weights: Sizes) -> str | None:
 def open_checkpoint(files: ModelFiles, config: ModelConfig, weights: Recipe) -> Iterator[CheckpointBlocks]:
     """Yield the blocks of a model straight from its checkpoint; their `config` has a head of its own where that has
     one."""
+    from localllm.models.block_source import CheckpointBlocks
+
     with Checkpoint.open(files.directory, config.stored) as checkpoint:
         yield CheckpointBlocks(checkpoint, config, weights)
 

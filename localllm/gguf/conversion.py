@@ -20,7 +20,8 @@ from localllm.gguf.rope import rope_factors
 from localllm.gguf.tokenizer import hf_tokenizer
 
 _LISTS = (*HEAD_NORMS, ".ssm_norm.weight")  # of which some have two dimensions, as have those with the names
-_OF_HEADS = (".ssm_a", ".ssm_d")
+_AS_LISTS = (".ssm_a", ".ssm_d", ".time_mix_lerp_fused.weight")
+_CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight", *(f".ssm_conv1d_{part}.weight" for part in "qkv"))
 _ROWS_BY_HEAD = (".attn_k_b.weight", ".attn_v_b.weight")
 _CONFIG, _TOKENIZER, _TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 
@@ -112,12 +113,12 @@ def _coefficients(header: GgufHeader, num_layers: object) -> dict[str, object]:
 def _hf_shape(name: str, shape: Shape) -> Shape:
     """Return the shape with its dimensions of 1, which ggml leaves out: a gate of one row is a list there, and the taps
     of a convolution stand by their channels. A norm's weights of each head or group are one list here, and so are
-    Mamba 2's numbers of each head, and the rows of what latent attention has of each."""
+    numbers of each head, what RWKV-7 mixes two tokens by, and the rows of what latent attention has of each head."""
     if name.endswith(".ffn_gate_inp_shexp.weight") and len(shape) == 1:
         return 1, *shape
-    if name.endswith((".ssm_conv1d.weight", ".shortconv.conv.weight")) and len(shape) == 2:
-        return shape[0], 1, shape[1]
+    if name.endswith(_CONVOLUTIONS) and len(shape) > 1:
+        return math.prod(shape[:-1]), 1, shape[-1]
     if name.endswith(_ROWS_BY_HEAD) and len(shape) == 3:
         return math.prod(shape[:2]), shape[2]
-    is_list = name.endswith(_OF_HEADS) or any(part in name for part in _LISTS)
+    is_list = name.endswith(_AS_LISTS) or any(part in name for part in _LISTS)
     return (math.prod(shape),) if is_list else shape

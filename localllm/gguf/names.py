@@ -30,6 +30,7 @@ _NEXT_TOKENS = "nextn"  # layers that predict further tokens, which are not run
 # What Ollama's files have beside the text model: encoders of images and sounds, some under Hugging Face's names, and
 # layers for further tokens.
 _BESIDE = ("v.", "a.", "mm.", "mtp.", "model.vision_tower.", "model.audio_tower.", "model.embed_")
+_NO_FIRST_VALUES = "blk.0.time_mix_v"  # with a number: what RWKV-7's first layer would mix its own values with
 _COMMON = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -137,8 +138,41 @@ _SHORT_CONV = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
+_KIMI_LINEAR = {
+    **_LATENT_ATTENTION,
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_a": "self_attn.A_log",
+    "ssm_norm": "self_attn.o_norm",
+}
+# In the names of flash-linear-attention's checkpoints.
+_RWKV7 = {
+    "attn_norm": "attn_norm",
+    "attn_norm_2": "ffn_norm",
+    "time_mix_lerp_fused": "attn.x_x",
+    **{f"time_mix_{part}0": f"attn.{part}_lora.lora.2.bias" for part in "wav"},
+    **{f"time_mix_{part}1": f"attn.{part}_lora.lora.0" for part in "wavg"},
+    **{f"time_mix_{part}2": f"attn.{part}_lora.lora.2" for part in "wavg"},
+    **{f"time_mix_{part}": f"attn.{part}" for part in ("k_k", "k_a", "r_k")},
+    "time_mix_receptance": "attn.r_proj",
+    "time_mix_key": "attn.k_proj",
+    "time_mix_value": "attn.v_proj",
+    "time_mix_output": "attn.o_proj",
+    "time_mix_ln": "attn.g_norm",
+    "channel_mix_lerp_k": "ffn.x_k",
+    "channel_mix_key": "ffn.key",
+    "channel_mix_value": "ffn.value",
+}
 _LAST_NORM = {"token_embd_norm": "model.norm"}  # which these files call so
-_OUTER_OWN: Mapping[str, Mapping[str, str]] = MappingProxyType({"lfm2": _LAST_NORM, "lfm2moe": _LAST_NORM})
+_FIRST_NORM = {"token_embd_norm": "model.embedding_norm"}
+_OUTER_OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"lfm2": _LAST_NORM, "lfm2moe": _LAST_NORM, "rwkv7": _FIRST_NORM}
+)
 _SINGLE_BLOCKS = ("nemotron_h", "nemotron_h_moe")  # a layer of theirs is one block, and has one norm
 _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -167,11 +201,15 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "nemotron_h_moe": _MAMBA2,
         "lfm2": _SHORT_CONV,
         "lfm2moe": _SHORT_CONV,
+        "kimi-linear": _KIMI_LINEAR,
+        "rwkv7": _RWKV7,
     }
 )
 # Parts that are called the same whatever their suffix is.
 _WITHOUT_SUFFIX = frozenset(
     {"exp_probs_b", "ssm_dt", "ssm_a", "ssm_d", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
+    | {f"time_mix_{part}" for part in ("lerp_fused", "w0", "a0", "v0", "k_k", "k_a", "r_k")}
+    | {"channel_mix_lerp_k"}
 )
 
 
@@ -179,8 +217,8 @@ _WITHOUT_SUFFIX = frozenset(
 class GgufForm:
     """How the weights of an architecture differ from those of Hugging Face.
 
-    Of Gated DeltaNet and Mamba 2, -exp(A_log) stands in place of A_log everywhere; of Mamba 2, that and D are
-    [heads, 1], and a norm's weights [groups, features]. Of Falcon H1, all multipliers are in the weights. Of latent
+    Of layers with states, -exp(A_log) stands in place of A_log everywhere; of Mamba 2, that and D are [heads, 1], and a
+    norm's weights [groups, features]. Of Falcon H1, all multipliers are in the weights. Of latent
     attention, what makes keys of latents is turned round where it is stored apart from what makes values: [heads,
     features of a latent, features of a key], which takes queries to latents.
 
@@ -272,7 +310,8 @@ def hf_name(name: str, architecture: str, stored: Container[str] = ()) -> str | 
 
 def holds_weights(name: str) -> bool:
     """Return whether a tensor is part of the model. Factors of the rotary embedding are not, nor is what only layers
-    that predict further tokens have, nor an encoder of images or sounds."""
+    that predict further tokens have, nor an encoder of images or sounds, nor what fills a place."""
     parts = name.split(".")
     is_other = _NEXT_TOKENS in parts or name.startswith(_BESIDE) or parts[-1] == "input_scale"
+    is_other |= name.startswith(tuple(f"{_NO_FIRST_VALUES}{number}." for number in range(3)))
     return not is_other and _NO_WEIGHTS.isdisjoint(parts)

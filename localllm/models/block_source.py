@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
 import xxhash
+from torch import Tensor
 
 from localllm.errors import FETCH_ANEW, CheckpointError
 from localllm.kernels.sizes import TILE
@@ -24,25 +24,27 @@ from localllm.models.layout import (
     EXPERTS,
     SHARED_CHECKSUM,
     BlockLayout,
-    Grouped,
     HeadCut,
-    Interleaved,
     Matrix,
     Record,
     Vector,
 )
-from localllm.quant.layouts import ITEM_BYTES, Sizes, StackedLayout, WeightLayout, torch_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from localllm.quant.coded import CodedMatrix
-    from localllm.quant.recipe import Recipe
-    from localllm.quant.weight_format import WeightFormat
-
-# Of codes that are kept: a byte a weight, as many once more while they are packed, and scales in fp32.
-_CODE_BYTES, _PIECE_WEIGHTS = 3, 16 << 20
-_SLAB_WEIGHTS = 32 << 20  # of an embedding, which may be half of a model, at once
+from localllm.models.row_order import as_computed, is_scaled, row_order, row_scales
+from localllm.models.stored_matrices import (
+    cut_of,
+    has_slabs,
+    held_bytes,
+    keeps_codes,
+    read_dtype,
+    slab_rows,
+    split,
+    stored_config,
+    stored_rows,
+)
+from localllm.quant.coded import CodedMatrix, joined, pack_codes, require_fp16
+from localllm.quant.layouts import StackedLayout, torch_dtype
+from localllm.quant.recipe import Recipe
+from localllm.quant.weight_format import WeightFormat, require_finite
 
 
 class BlockSource(Protocol):
@@ -71,12 +73,12 @@ class CheckpointBlocks:
             experts = layout.experts
             of_experts = (experts.matrices(index) for index in range(experts.num_experts)) if experts else ()
             for matrix in itertools.chain(layout.matrices, *of_experts):
-                if (cut := _cut_of(self.checkpoint, matrix)) is not None:
+                if (cut := cut_of(self.checkpoint, matrix)) is not None:
                     self.checkpoint.expect(f"{cut.stored}.weight", cut.shape(matrix))
                     continue
-                for name, rows in _stored_rows(self.checkpoint, matrix, "weight").items():
+                for name, rows in stored_rows(self.checkpoint, matrix, "weight").items():
                     self.checkpoint.expect(name, (rows, matrix.in_features))
-                for name, rows in _stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
+                for name, rows in stored_rows(self.checkpoint, matrix, "bias").items() if matrix.has_bias else ():
                     self.checkpoint.expect(name, (rows,))
             for vector in layout.vectors:
                 for name, shape in self._vector_shapes(vector).items():
@@ -118,14 +120,12 @@ class CheckpointBlocks:
             yield {EXPERTS: written_record(record, tensors).unsqueeze(0)}
 
     def _matrix_parts(self, matrix: Matrix) -> Iterator[dict[str, Tensor]]:
-        import torch
-
         if not has_slabs(matrix, self.recipe, self.checkpoint):
             yield self._matrix(matrix)
             return
         form, columns = matrix.format(self.recipe), matrix.in_features
-        (stored,) = _stored_rows(self.checkpoint, matrix, "weight")
-        dtype = torch_dtype(_read_dtype({stored: matrix.out_features}, form, self.checkpoint, columns))
+        (stored,) = stored_rows(self.checkpoint, matrix, "weight")
+        dtype = torch_dtype(read_dtype({stored: matrix.out_features}, form, self.checkpoint, columns))
         self.checkpoint.expect(stored, (matrix.out_features, columns))
         first_name, *others = form.specs(matrix.out_features, columns)
         rest: dict[str, list[Tensor]] = {name: [] for name in others}
@@ -134,7 +134,7 @@ class CheckpointBlocks:
             rows = min(step, matrix.out_features - first)
             weight = self.checkpoint.read_slab(stored, first, (rows, columns), dtype)
             with self._blaming(stored):
-                tensors = form.quantize(_as_computed(weight, matrix, [stored]))
+                tensors = form.quantize(as_computed(weight, matrix, [stored]))
             yield {f"{matrix.name}.{first_name}": tensors[first_name]}
             for name in others:
                 rest[name].append(tensors[name])
@@ -144,19 +144,17 @@ class CheckpointBlocks:
         """Return a matrix's tensors by their names in its block or its record."""
         tensors = {f"{matrix.name}.{name}": tensor for name, tensor in self.quantized(matrix).items()}
         if matrix.has_bias:
-            rows = _stored_rows(self.checkpoint, matrix, "bias")
-            bias = self.checkpoint.read_rows(rows, (), torch_dtype("float32"))
+            rows = stored_rows(self.checkpoint, matrix, "bias")
+            bias = self.checkpoint.read_rows(rows, (), torch.float32)
             for name, part in self._as_stored(matrix, "bias", bias):
                 self._finite(name, part)
-            tensors[f"{matrix.name}.linear_bias"] = _as_computed(bias, matrix, rows)
+            tensors[f"{matrix.name}.linear_bias"] = as_computed(bias, matrix, rows)
         return tensors
 
     def _vector(self, vector: Vector) -> dict[str, Tensor]:
-        import torch
-
         parts = []
         for name, shape in self._vector_shapes(vector).items():
-            stored = self.checkpoint.read(name, shape, torch_dtype("float32"))
+            stored = self.checkpoint.read(name, shape, torch.float32)
             part = self._finite(name, (-stored).log() if vector.is_logarithm else stored)
             parts.append(part.view(-1, vector.taps))
         values = torch.cat(parts).T.reshape(-1)
@@ -213,26 +211,26 @@ class CheckpointBlocks:
 
     def _quantized(self, matrix: Matrix, form: WeightFormat) -> dict[str, Tensor]:
         if isinstance(form, StackedLayout):
-            parts = zip(form.parts, _split(matrix, form), strict=True)
+            parts = zip(form.parts, split(matrix, form), strict=True)
             return {
                 f"{number}.{name}": tensor
                 for number, ((part, _), rows) in enumerate(parts)
                 for name, tensor in self._quantized(rows, part).items()
             }
-        if (cut := _cut_of(self.checkpoint, matrix)) is not None:
+        if (cut := cut_of(self.checkpoint, matrix)) is not None:
             with self._blaming(cut.stored):
                 return form.quantize(self._cut_out(matrix, cut))
-        rows = _stored_rows(self.checkpoint, matrix, "weight")
-        if _keeps_codes(self.checkpoint, rows, form):
+        rows = stored_rows(self.checkpoint, matrix, "weight")
+        if keeps_codes(self.checkpoint, rows, form):
             return self._kept(matrix, rows, form)
-        dtype = torch_dtype(_read_dtype(rows, form, self.checkpoint, matrix.in_features))
+        dtype = torch_dtype(read_dtype(rows, form, self.checkpoint, matrix.in_features))
         weight = self.checkpoint.read_rows(rows, (matrix.in_features,), dtype)  # [N, K]
         quantize = form.quantize
         if matrix.role == "router":  # one NaN in it would be every token's
             for name, part in self._as_stored(matrix, "weight", weight):
                 self._finite(name, part)
         try:
-            return quantize(_as_computed(weight, matrix, rows))
+            return quantize(as_computed(weight, matrix, rows))
         except CheckpointError:
             for name, part in self._as_stored(matrix, "weight", weight):
                 with self._blaming(name):
@@ -241,15 +239,13 @@ class CheckpointBlocks:
 
     def _cut_out(self, matrix: Matrix, cut: HeadCut) -> Tensor:
         """Return a matrix that consists of some rows of each head of another, fp32."""
-        whole = self.checkpoint.read(f"{cut.stored}.weight", cut.shape(matrix), torch_dtype("float32"))
+        whole = self.checkpoint.read(f"{cut.stored}.weight", cut.shape(matrix), torch.float32)
         own = whole.view(cut.heads, cut.rows, -1)[:, cut.first : cut.first + cut.count(matrix)]
         return (own.mT if cut.transposes else own).reshape(matrix.out_features, matrix.in_features)
 
     def _kept(self, matrix: Matrix, stored: Mapping[str, int], form: WeightFormat) -> dict[str, Tensor]:
         """Return the tensors of a matrix whose codes are kept: a part after the other where parts end with a tile, else
         all of it at once."""
-        from localllm.quant.coded import joined, pack_codes
-
         columns, order = matrix.in_features, row_order(matrix, stored)
         specs = form.specs(matrix.out_features, columns)
         tensors = {name: allocate(spec.shape, spec.torch_dtype, matrix.name) for name, spec in specs.items()}
@@ -279,8 +275,6 @@ class CheckpointBlocks:
         out: Mapping[str, Tensor],
     ) -> None:
         """Fill the tensors of a part of a matrix with its rows in this order."""
-        from localllm.quant.coded import joined, pack_codes, require_fp16
-
         shape = (rows, matrix.in_features)
         if not is_scaled(matrix) and self.checkpoint.fill_tiles(name, shape, order, out):
             for kind in out.keys() - {"qweight"}:
@@ -305,14 +299,10 @@ class CheckpointBlocks:
 
     def _as_stored(self, matrix: Matrix, kind: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return the rows of a matrix's weight or bias by the names that the checkpoint has for them."""
-        import torch
-
-        rows = _stored_rows(self.checkpoint, matrix, kind)
+        rows = stored_rows(self.checkpoint, matrix, kind)
         return zip(rows, torch.split(tensor, [*rows.values()]), strict=True)
 
     def _finite(self, stored: str, tensor: Tensor) -> Tensor:
-        from localllm.quant.weight_format import require_finite
-
         with self._blaming(stored):
             require_finite(tensor if tensor.dim() == 2 else tensor.unsqueeze(0))
         return tensor
@@ -327,162 +317,8 @@ class CheckpointBlocks:
             raise type(error)(what, why=error.why, fix=error.fixes) from None
 
 
-def stored_config(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """Return the config, with a head of its own where the checkpoint has one, whatever it says."""
-    own_head = config.tie_word_embeddings and not config.reads_states and checkpoint.stores_own_head()
-    if own_head and config.per_layer is not None:
-        what = f"{checkpoint.place} has a head of its own beside embeddings for each layer"
-        raise CheckpointError(what, why="config.json says that it is the embedding", fix=FETCH_ANEW)
-    return dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
-
-
-def blocks_at_once(recipe: Sizes) -> int:
-    """Return how many blocks are packed at once. Codes that are kept are brought into tiles faster than a disk takes
-    them, so that one block is read while another is written; where weights are calibrated, all cores work on one."""
-    return 2 if recipe.own else 1
-
-
-def held_bytes(layout: BlockLayout, recipe: Sizes, checkpoint: Checkpoint | None) -> int:
-    """Return the most bytes that are held at once while a block is packed: a matrix as it is read, what is made of it,
-    and what was made of the one before. Norms and biases are not worth counting.
-
-    checkpoint: None where nobody has read it: it is taken to be in 16 bits, as almost all are.
-    """
-    most = before = 0
-    for matrix in (*layout.matrices, *(() if layout.experts is None else layout.experts.matrices(0))):
-        form = matrix.format(recipe)
-        if checkpoint is None or has_slabs(matrix, recipe, checkpoint):
-            matrix = _slab_of(matrix)
-        made = sum(spec.nbytes for spec in form.specs(matrix.out_features, matrix.in_features).values())
-        parts = [part for part, _ in form.parts] if isinstance(form, StackedLayout) else [form]
-        read = max(map(partial(_read_bytes, checkpoint=checkpoint), _split(matrix, form), parts))
-        beside = made if any(part.specs(1, 1).keys() != {"weight"} for part in parts) else 0  # else it is read in place
-        most = max(most, before + read + beside)
-        before = made
-    if layout.experts is not None:
-        most += layout.experts.record(recipe).num_bytes
-    return most
-
-
-def has_slabs(matrix: Matrix, recipe: Sizes, checkpoint: Checkpoint) -> bool:
-    """Return whether a matrix is read and packed in pieces of its rows: an embedding, unless its codes are kept, or it
-    is read in place."""
-    is_small = matrix.out_features <= slab_rows(matrix.in_features)
-    if matrix.role != "embedding" or is_small or "weight" in matrix.format(recipe).specs(1, 1):
-        return False
-    stored = _stored_rows(checkpoint, matrix, "weight")
-    return len(stored) == 1 and all(map(checkpoint.has_slabs, stored))
-
-
-def slab_rows(columns: int) -> int:
-    """Return the rows of an embedding that are packed at once: whole tiles."""
-    return max(_SLAB_WEIGHTS // columns // TILE, 1) * TILE
-
-
-def _slab_of(matrix: Matrix) -> Matrix:
-    """Return an embedding with no more rows than are packed at once; any other matrix as it is."""
-    if matrix.role != "embedding":
-        return matrix
-    rows = min(matrix.out_features, slab_rows(matrix.in_features))
-    return dataclasses.replace(matrix, parts={next(iter(matrix.parts)): rows})
-
-
-def _read_bytes(matrix: Matrix, form: WeightLayout, checkpoint: Checkpoint | None) -> int:
-    """Return the bytes that are held of a matrix while it is brought into a format, beside what is made of it."""
-    N, K = matrix.out_features, matrix.in_features
-    if checkpoint is not None and (cut := _cut_of(checkpoint, matrix)) is not None:
-        return ITEM_BYTES["float32"] * (math.prod(cut.shape(matrix)) + N * K) + form.working_bytes(K)
-    rows = {} if checkpoint is None else _stored_rows(checkpoint, matrix, "weight")
-    in_pieces = checkpoint is None or all(map(checkpoint.comes_in_pieces, rows))
-    if checkpoint is not None and _keeps_codes(checkpoint, rows, form):
-        # Codes as bytes with their scales.
-        is_ordered = matrix.interleaved is not None or matrix.grouped is not None
-        is_whole = not in_pieces or is_ordered or any(count % TILE for count in rows.values())
-        return _CODE_BYTES * (N * K if is_whole else min(N * K, _PIECE_WEIGHTS))
-    is_in_place = "weight" in form.specs(1, 1)
-    read = N * K * ITEM_BYTES[_read_dtype(rows, form, checkpoint, K)]
-    decoded = 0 if in_pieces else N * K * ITEM_BYTES["float32"]  # before it is copied into its place
-    return read + decoded + (0 if is_in_place else form.working_bytes(K))
-
-
-def _split(matrix: Matrix, form: WeightLayout) -> list[Matrix]:
-    """Return the matrices that a format stores one below the other."""
-    if not isinstance(form, StackedLayout):
-        return [matrix]
-    counts = [rows for _, rows in form.parts]
-    begins = itertools.accumulate(counts, initial=0)
-    return [matrix.rows_of(first, rows) for first, rows in zip(begins, counts, strict=False)]
-
-
-def _keeps_codes(checkpoint: Checkpoint, stored: Mapping[str, int], form: WeightLayout) -> bool:
-    """Return whether these parts of a matrix are stored in the codes of a format."""
-    kept = [checkpoint.kept(name) for name in stored if checkpoint.has(name)]
-    return bool(kept) and all(each is not None and each.name == form.name for each in kept)
-
-
-def _as_computed(stored: Tensor, matrix: Matrix, names: Collection[str]) -> Tensor:
-    """Return a matrix's weight or bias as it is computed with: scaled, and its rows in their order. names: of the
-    tensors that store it."""
-    if is_scaled(matrix):
-        scales = row_scales(matrix)
-        stored.mul_(scales if stored.dim() == 2 or isinstance(scales, float) else scales.flatten())
-    order = row_order(matrix, names)
-    return stored if order is None else stored[order]
-
-
-def is_scaled(matrix: Matrix) -> bool:
-    return any(scale != 1.0 for scale, _ in matrix.scaled_rows)
-
-
-def row_scales(matrix: Matrix, first: int = 0, rows: int | None = None) -> float | Tensor:
-    """Return what stored rows are multiplied by: one number, or fp32 [rows, 1]. first, rows: of those; by default
-    all."""
-    runs = matrix.scaled_rows
-    if len({scale for scale, _ in runs}) == 1:
-        return runs[0][0]
-    import torch
-
-    scales = torch.cat([torch.full((count, 1), scale) for scale, count in runs])
-    return scales[first:] if rows is None else scales[first : first + rows]
-
-
-def row_order(matrix: Matrix, names: Collection[str]) -> Tensor | None:
-    """Return the stored rows in the order in which they are computed with; None where that is theirs."""
-    pairs, groups = matrix.interleaved, matrix.grouped
-    grouped = None
-    if groups is not None and groups.rows and not (groups.of_fused and len(names) > 1):
-        grouped = _group_order(groups, matrix.out_features)
-    if pairs is None or not pairs.rows:
-        return grouped
-    order = _pair_order(pairs, matrix.out_features)
-    return order if grouped is None else grouped[order]
-
-
-def _pair_order(pairs: Interleaved, num_rows: int) -> Tensor:
-    import torch
-
-    features = torch.arange(pairs.head_dim)
-    half = pairs.rotary_dim // 2
-    features[:half], features[half : 2 * half] = 2 * torch.arange(half), 2 * torch.arange(half) + 1
-    heads = torch.arange(pairs.rows // pairs.head_dim)
-    order = (heads[:, None] * pairs.head_dim + features).flatten() + pairs.first
-    before, behind = torch.arange(pairs.first), torch.arange(pairs.first + pairs.rows, num_rows)
-    return torch.cat((before, order, behind))
-
-
-def _group_order(groups: Grouped, num_rows: int) -> Tensor:
-    import torch
-
-    begins = [0, *itertools.accumulate(groups.runs)]
-    first = torch.arange(groups.rows // begins[-1])[:, None] * begins[-1]
-    kinds = [(first + torch.arange(begins[kind], begins[kind + 1])).flatten() for kind in groups.order]
-    return torch.cat((*kinds, torch.arange(groups.rows, num_rows)))
-
-
 def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return an expert's record, uint8 [bytes]. tensors: by their names in it."""
-    import torch
-
     content = torch.zeros(record.num_bytes, dtype=torch.uint8)
     for name, placed in record.tensors.items():
         content[placed.begin : placed.end] = tensors[name].contiguous().view(-1).view(torch.uint8)
@@ -492,33 +328,9 @@ def written_record(record: Record, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def add_to_digest(digest: xxhash.xxh3_128, tensors: Mapping[str, Tensor]) -> None:
     """Add the bytes of these tensors, in their order."""
-    import torch
-
     for tensor in tensors.values():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def checksum_tensor(digest: bytes) -> Tensor:
-    import torch
-
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-def _read_dtype(stored: Mapping[str, int], form: WeightLayout, checkpoint: Checkpoint | None, in_features: int) -> str:
-    """Return the type to read in: the format's own where it has one `weight`, else as stored, fp32 at most."""
-    own = form.specs(1, in_features).get("weight")
-    if own is not None or checkpoint is None:
-        return own.dtype if own is not None else "bfloat16"
-    found = {checkpoint.dtype(name) for name in stored}
-    # Two types of 16 bits have only fp32 in common.
-    return found.pop() if len(found) == 1 and found != {"float64"} else "float32"
-
-
-def _cut_of(checkpoint: Checkpoint, matrix: Matrix) -> HeadCut | None:
-    """Return where a matrix is that is not stored by itself."""
-    return None if matrix.cut is None or checkpoint.has(f"{matrix.stored}.weight") else matrix.cut
-
-
-def _stored_rows(checkpoint: Checkpoint, matrix: Matrix, kind: str) -> Mapping[str, int]:
-    parts = {f"{name}.{kind}": rows for name, rows in matrix.parts.items()}
-    return checkpoint.stored_rows(f"{matrix.stored}.{kind}", parts)

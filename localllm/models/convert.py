@@ -23,13 +23,14 @@ from localllm.hub.locks import exclusive
 from localllm.hub.packed import PACKED_INDEX
 from localllm.hub.repo_cache import free_bytes, sync_directory
 from localllm.models.block_layouts import block_layouts, model_bytes
-from localllm.models.block_source import CheckpointBlocks, blocks_at_once
+from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints.checkpoint import Checkpoint
 from localllm.models.families import load_config
 from localllm.models.layout import BlockLayout
 from localllm.models.load import Progress
 from localllm.models.packed import PackedPlan
 from localllm.models.packed_file import TEMPORARY, NewFile, PackedFile, read_index, write_block
+from localllm.models.stored_matrices import blocks_at_once
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.recipe import Recipe
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from torch import Tensor
 from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.gpu.expert_record import ExpertTable
+from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.kv_page import pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
@@ -41,10 +42,12 @@ from localllm.layers.norm import LayerNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.segment import KVStore
 from localllm.layers.short_conv import ShortConv
-from localllm.models.capabilities import has_one_head_shape, is_latent_for_gpu, is_plain
+from localllm.models.capabilities import has_one_head_shape
 from localllm.models.decoder import Block, Decoder
+from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_graphs import Graphs
-from localllm.models.gpu_mixture import is_for_kernels, run_mixture, table_of
+from localllm.models.gpu_mixture import run_mixture, table_of
+from localllm.models.gpu_runs import Run, ended_by, joined_runs, without_head
 from localllm.models.gpu_slots import BlockPart, SlottedMixtures, is_slotted, parts_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
@@ -100,27 +103,6 @@ class _ForwardRoom:
         self.forwards = 0
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Stages that are computed one after the other with nothing between them: EMBED, blocks or parts of them, HEAD.
-
-    is_ours: by our kernels, so that a graph can hold it. is_streamed: one block, which has to be brought first."""
-
-    stages: tuple[Block | BlockPart | str, ...]
-    is_ours: bool
-    is_streamed: bool
-
-    @property
-    def parts(self) -> Iterator[BlockPart]:
-        return (stage for stage in self.stages if isinstance(stage, BlockPart))
-
-    @property
-    def ends_on_host(self) -> bool:
-        """Whether the host has something to do before what follows."""
-        last = self.stages[-1]
-        return isinstance(last, BlockPart) and last.name != "end"
-
-
 class GpuProgram:
     """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
 
@@ -132,7 +114,7 @@ class GpuProgram:
         self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
         self._long_stage = HostStage(self.device)
         self._num_draws = 0
-        self._joined_runs: tuple[_Run, ...] | None = None
+        self._joined_runs: tuple[Run, ...] | None = None
         self._adds: WeakKeyDictionary[Adapter, bool] = WeakKeyDictionary()
 
     @staticmethod
@@ -190,7 +172,7 @@ class GpuProgram:
         return all(self._adds[each.adapter] for each in adapters)
 
     def _adds_all_of(self, adapter: Adapter) -> bool:
-        own = tuple(f"{block.name}." for block in self.decoder.blocks if is_ours(block, self.device))
+        own = tuple(f"{block.name}." for block in self._ours)
         left = (site for site in adapter.parts if site not in self._adapters.sites)
         return not adapter.records and not any(site.startswith(own) for site in left)
 
@@ -211,14 +193,14 @@ class GpuProgram:
 
     def _long(self, batch: Batch, rows: int, on_block: OnBlock | None) -> Tensor:
         """Compute more rows than a step has. Logits are wanted of few of them: the head is in no graph."""
-        runs = _without_head(self._runs)
+        runs = without_head(self._runs)
         room = self._room(batch, rows, ())
         forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
         self.decoder.stream.begin()
         for index, run in enumerate(runs):
             with self._held(run), self._attended(run, room, len(batch)):
                 self._run(index, run, room, forward, draws=False)
-            for block in map(_ended_by, run.stages):
+            for block in map(ended_by, run.stages):
                 if on_block is not None and block is not None:
                     on_block(block, room.x[: len(batch)])
         with self.decoder.stream.held(HEAD):
@@ -240,7 +222,7 @@ class GpuProgram:
         return room
 
     @contextmanager
-    def _held(self, run: _Run) -> Iterator[None]:
+    def _held(self, run: Run) -> Iterator[None]:
         """Inside, a streamed block is in its place."""
         if not run.is_streamed:
             yield
@@ -251,7 +233,7 @@ class GpuProgram:
             yield
 
     @contextmanager
-    def _attended(self, run: _Run, room: _ForwardRoom, tokens: int) -> Iterator[None]:
+    def _attended(self, run: Run, room: _ForwardRoom, tokens: int) -> Iterator[None]:
         """Inside, the run is launched; the host does what it has to do of its parts."""
         for part in run.parts:
             self._slotted.before(part)
@@ -259,7 +241,7 @@ class GpuProgram:
         for part in run.parts:
             self._slotted.behind(part, room.tables.shape.rows, tokens)
 
-    def _run(self, index: int, run: _Run, room: _ForwardRoom, forward: GpuForward, *, draws: bool) -> None:
+    def _run(self, index: int, run: Run, room: _ForwardRoom, forward: GpuForward, *, draws: bool) -> None:
         graph = room.graphs.get(index)
         if graph is not None:
             graph.replay()
@@ -271,7 +253,7 @@ class GpuProgram:
         if is_free and self._is_capturable(run) and self._has_pinned(run, room):
             room.graphs[index] = self._graphs.captured(partial(self._launch, run, room, forward, draws))
 
-    def _launch(self, run: _Run, room: _ForwardRoom, forward: GpuForward, draws: bool) -> None:
+    def _launch(self, run: Run, room: _ForwardRoom, forward: GpuForward, draws: bool) -> None:
         for stage in run.stages:
             if isinstance(stage, Block):
                 if run.is_ours:
@@ -287,15 +269,8 @@ class GpuProgram:
                 room.logits.copy_(self._head(room.x))
                 if draws:
                     views = room.tables.views
-                    for launch in sample.sample(
-                        room.logits,
-                        views["keys"],
-                        views["temperatures"],
-                        views["thresholds"],
-                        room.drawn,
-                        room.sampling,
-                    ):
-                        launch.run()
+                    how = views["keys"], views["temperatures"], views["thresholds"]
+                    run_all(sample.sample(room.logits, *how, room.drawn, room.sampling))
 
     # Many rows
 
@@ -401,6 +376,15 @@ class GpuProgram:
 
     # What there is
 
+    @property
+    def _ours(self) -> Iterator[Block]:
+        """The blocks for our kernels."""
+        return (block for block in self.decoder.blocks if is_ours(block, self.device))
+
+    @property
+    def _mixers(self) -> Iterator[SingleMixer]:
+        return (mixer for block in self._ours for mixer in block.mixers)
+
     @cached_property
     def _rows(self) -> _Rows:
         return _Rows(self.decoder)
@@ -413,26 +397,24 @@ class GpuProgram:
     def _tables(self) -> dict[str, ExpertTable]:
         """The experts of each mixture that is ours. Made when one is launched for the first time, which is in no
         graph."""
-        ours = (block for block in self.decoder.blocks if is_ours(block, self.device) and not is_slotted(block))
+        ours = (block for block in self._ours if not is_slotted(block))
         return {block.name: table_of(block.body) for block in ours if isinstance(block.body, MoE)}
 
     @cached_property
     def _adapters(self) -> AdapterTables:
         """The adapters that rows have, of what our kernels compute, of the embedding, and of the head where it is."""
         dtypes = {EMBED: self.decoder.dtype, **({HEAD: self.decoder.dtype} if self._has_head else {})}
-        for block in self.decoder.blocks:
-            if is_ours(block, self.device):
-                dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
-                for body in block.mixers:
-                    exact = body.exact_linears if isinstance(body, Recurrent) else ()
-                    dtypes |= {linear.name: torch.float32 for linear in exact}
+        for block in self._ours:
+            dtypes |= {linear.name: self.decoder.dtype for linear in block.body.linears}
+            for body in block.mixers:
+                exact = body.exact_linears if isinstance(body, Recurrent) else ()
+                dtypes |= {linear.name: torch.float32 for linear in exact}
         return AdapterTables(dtypes, self.device)
 
     @cached_property
     def _layers(self) -> tuple[int, ...]:
         """Return the layers whose attention is ours."""
-        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
-        return tuple(body.layer for mixers in ours for body in mixers if isinstance(body, Attention | LatentAttention))
+        return tuple(body.layer for body in self._mixers if isinstance(body, Attention | LatentAttention))
 
     def _groups(self, batch: Batch) -> list[int]:
         """Return the groups of layers of which we compute some."""
@@ -441,8 +423,7 @@ class GpuProgram:
 
     @cached_property
     def _keeps_states(self) -> bool:
-        ours = (block.mixers for block in self.decoder.blocks if is_ours(block, self.device))
-        return any(isinstance(body, Recurrent) for mixers in ours for body in mixers)
+        return any(isinstance(body, Recurrent) for body in self._mixers)
 
     def _places(self, batch: Batch) -> tuple[tuple[int, int], ...]:
         kv = batch.segments[0].kv
@@ -462,59 +443,34 @@ class GpuProgram:
         return self.decoder.embed.norm_eps is None and self.decoder.per_layer_rows is None
 
     @property
-    def _runs(self) -> tuple[_Run, ...]:
+    def _runs(self) -> tuple[Run, ...]:
         """Memory is pinned beside everything else: once the embedding is, the runs are others."""
         if self._joined_runs is None or (not self._joined_runs[0].is_ours and self._embeds):
-            self._joined_runs = tuple(_joined(self._stages()))
+            self._joined_runs = tuple(joined_runs(self._stages()))
             self._graphs.forget(self.name_in_graphs)
         return self._joined_runs
 
-    def _stages(self) -> Iterator[_Run]:
+    def _stages(self) -> Iterator[Run]:
         streamed = self.decoder.stream.names
-        yield _Run((EMBED,), self._embeds, EMBED in streamed)
+        yield Run((EMBED,), self._embeds, EMBED in streamed)
         for block in self.decoder.blocks:
             if is_slotted(block) and is_ours(block, self.device):
-                yield from (_Run((part,), True, False) for part in parts_of(block))
+                yield from (Run((part,), True, False) for part in parts_of(block))
             else:
-                yield _Run((block,), is_ours(block, self.device), block.name in streamed)
-        yield _Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
+                yield Run((block,), is_ours(block, self.device), block.name in streamed)
+        yield Run((HEAD,), self.decoder.head.device == self.device, HEAD in streamed)
 
-    def _has_pinned(self, run: _Run, room: _ForwardRoom) -> bool:
+    def _has_pinned(self, run: Run, room: _ForwardRoom) -> bool:
         """Return whether what is copied to the host is copied by the device alone."""
         return all(self._slotted.is_capturable(part, room.tables.shape.rows) for part in run.parts)
 
-    def _is_capturable(self, run: _Run) -> bool:
+    def _is_capturable(self, run: Run) -> bool:
         """Return whether nothing that is launched depends on what the host would have to see."""
         blocks = (stage.block if isinstance(stage, BlockPart) else stage for stage in run.stages)
         ours = [block for block in blocks if isinstance(block, Block)]
         linears = [linear for block in ours for linear in (*block.body.linears, *block.head_linears)]
         linears += [self.decoder.head] if HEAD in run.stages else []
         return all(linear.packed_parts or isinstance(linear.format, Dense) for linear in linears)
-
-
-def _joined(runs: Iterable[_Run]) -> list[_Run]:
-    """Join neighbours that are ours and not streamed, and between which the host has nothing to do."""
-    joined: list[_Run] = []
-    for run in runs:
-        last = joined[-1] if joined else run
-        is_free = last.is_ours and run.is_ours and not last.is_streamed and not run.is_streamed
-        if joined and is_free and not last.ends_on_host:
-            joined[-1] = _Run((*last.stages, *run.stages), True, False)
-        else:
-            joined.append(run)
-    return joined
-
-
-def _without_head(runs: Sequence[_Run]) -> list[_Run]:
-    stages = [tuple(stage for stage in run.stages if stage != HEAD) for run in runs]
-    return [replace(run, stages=some) for run, some in zip(runs, stages, strict=True) if some]
-
-
-def _ended_by(stage: Block | BlockPart | str) -> Block | None:
-    """Return the block that is done with this stage."""
-    if isinstance(stage, BlockPart):
-        return stage.block if stage.name == "end" else None
-    return stage if isinstance(stage, Block) else None
 
 
 def graph_rows(count: int) -> int | None:
@@ -527,37 +483,3 @@ def graph_rows(count: int) -> int | None:
 
 def _longest(batch: Batch) -> int:
     return max(segment.past + segment.end - segment.begin for segment in batch.segments)
-
-
-def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bool:
-    """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
-    too."""
-    body, norms = block.body, (block.norm_in, block.norm_out)
-    if block.device != device or not block.is_usual or any(isinstance(norm, LayerNorm) for norm in norms):
-        return False
-    if isinstance(body, MoE):
-        return is_for_kernels(body)
-    if isinstance(body, MLP):
-        return body.config.is_plain
-    return bool(block.mixers) and all(_is_ours(mixer, device, kv) for mixer in block.mixers)
-
-
-def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bool:
-    if isinstance(mixer, Attention | LatentAttention):
-        return _is_known(mixer) and (kv is None or kv.homes[mixer.layer][0] == device)
-    if isinstance(mixer, DeltaNet) and (mixer.config.gate != "silu" or mixer.config.rank is not None):
-        return False  # the kernels know one gate, made by one matrix
-    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.is_for_gpu
-
-
-def _is_known(mixer: Attention | LatentAttention) -> bool:
-    if isinstance(mixer, Attention):
-        return is_plain(mixer.config)
-    return is_latent_for_gpu(mixer.config) and all(map(_is_by_head, mixer.head_linears))
-
-
-def _is_by_head(linear: Linear) -> bool:
-    """Return whether our kernels, or the library's products, know a matrix of which each head has its own rows."""
-    if linear.packed is None:
-        return isinstance(linear.format, Dense)
-    return linear.packed.in_features == linear.in_features

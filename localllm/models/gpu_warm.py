@@ -21,7 +21,8 @@ from localllm.layers.moe import MoE
 from localllm.layers.segment import KVStore, Segment
 from localllm.models.decoder import ALL_RESIDENT, Block, Decoder
 from localllm.models.expert_records import ExpertRecords, RecordForm, SlottedExperts
-from localllm.models.gpu_program import CHUNK_ROWS, GpuProgram, is_ours
+from localllm.models.gpu_capabilities import is_ours
+from localllm.models.gpu_program import CHUNK_ROWS, GpuProgram
 from localllm.quant.weight_format import WeightFormat
 
 _ROWS = tuple(1 << i for i in range(product.FEW_ROWS.bit_length()))  # of forwards that draw

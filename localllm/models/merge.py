@@ -23,7 +23,7 @@ from localllm.models.adapters.dense import DenseDeltas
 from localllm.models.adapters.places import EMBEDDING_NAME, HEAD_NAME
 from localllm.models.adapters.reader import open_adapter
 from localllm.models.architecture import StoredForm
-from localllm.models.block_source import CheckpointBlocks, stored_config
+from localllm.models.block_source import CheckpointBlocks
 from localllm.models.checkpoints import gguf
 from localllm.models.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint
 from localllm.models.checkpoints.safetensors_file import PlainTensor, allocate
@@ -32,6 +32,7 @@ from localllm.models.checkpoints.stored import StoredTensor
 from localllm.models.families import load_config
 from localllm.models.load import Progress
 from localllm.models.merged_folder import CONFIG, NewTensor, write_folder
+from localllm.models.stored_matrices import stored_config
 from localllm.models.strict_json import JsonLimits, read_json_object
 from localllm.present import is_folder, is_there
 from localllm.quant.recipe import RECIPES

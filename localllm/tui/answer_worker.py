@@ -9,8 +9,9 @@ from contextlib import suppress
 
 from localllm.chat.answer import Answer, silence
 from localllm.chat.context import grown_text
+from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import AnswerRecording, Resumed
-from localllm.chat.session import ChatSession, PendingTurn
+from localllm.chat.session import ChatSession
 from localllm.engine.engine_info import EngineFacts
 from localllm.engine.events import Event, FinishedEvent, GrownEvent, PrefillEvent, TokenEvent
 from localllm.errors import EngineGoneError

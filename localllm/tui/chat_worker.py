@@ -17,8 +17,10 @@ from localllm.chat.adapters import shown, shown_each
 from localllm.chat.answer import Answer
 from localllm.chat.attachments import Attachment
 from localllm.chat.context import ContextUsage
+from localllm.chat.fixes import mended_in_chat
+from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import Resumed, export_chat, look_up
-from localllm.chat.session import ChatSession, PendingTurn, mended_in_chat
+from localllm.chat.session import ChatSession
 from localllm.chat.text_file import typed_path, write_new
 from localllm.config import ResolvedSettings
 from localllm.engine.engine_info import LoadedEngine

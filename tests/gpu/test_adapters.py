@@ -19,7 +19,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
 from localllm.layers.low_rank import AppliedAdapter
-from localllm.models.gpu_program import is_ours
+from localllm.models.gpu_capabilities import is_ours
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
 from tests.checkpoints import write_checkpoint

@@ -13,7 +13,8 @@ from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
 from localllm.layers.delta_net import DeltaNet
-from localllm.models.gpu_program import GpuProgram, is_ours
+from localllm.models.gpu_capabilities import is_ours
+from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import linear, write_checkpoint
 from tests.gpu.test_graphs import Replaying

@@ -16,7 +16,8 @@ from localllm.kernels.gpu import check
 from localllm.kernels.gpu.check_latent import LatentHeads
 from localllm.kernels.gpu.launch import recorded
 from localllm.models.families import load_config
-from localllm.models.gpu_program import GpuProgram, is_ours
+from localllm.models.gpu_capabilities import is_ours
+from localllm.models.gpu_program import GpuProgram
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint

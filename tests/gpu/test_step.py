@@ -25,7 +25,8 @@ from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw
 from localllm.layers.moe import MoE
 from localllm.models.decoder import Decoder
-from localllm.models.gpu_program import Drawn, GpuProgram, is_ours
+from localllm.models.gpu_capabilities import is_ours
+from localllm.models.gpu_program import Drawn, GpuProgram
 from localllm.settings import EngineConfig
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.gguf_support import mixed, write_gguf

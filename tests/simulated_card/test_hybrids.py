@@ -9,7 +9,7 @@ import pytest
 from localllm.engine.request import Request
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.short_conv import ShortConv
-from localllm.models.gpu_program import is_ours
+from localllm.models.gpu_capabilities import is_ours
 from tests.checkpoints import linear, write_checkpoint
 from tests.engine_support import answered, generated
 from tests.simulated_card.device import DEVICE, CardConfig

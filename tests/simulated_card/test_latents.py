@@ -8,7 +8,7 @@ import pytest
 
 from localllm.engine.request import Request
 from localllm.layers.latent_attention import LatentAttention
-from localllm.models.gpu_program import is_ours
+from localllm.models.gpu_capabilities import is_ours
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
 from tests.simulated_card.device import DEVICE, CardConfig

@@ -12,7 +12,7 @@ from localllm.engine.placement import model_shape
 from localllm.engine.request import Request
 from localllm.layers.moe import MoE
 from localllm.models import host_experts
-from localllm.models.gpu_program import is_ours
+from localllm.models.gpu_capabilities import is_ours
 from localllm.offload.placement import BlockPlacement, ExpertSlots, demoted
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig

@@ -237,7 +237,7 @@ async def until(pilot: Pilot[Any], wanted: Wanted) -> None:
 
     end = time.monotonic() + PATIENCE_S
     while not is_there():
-        assert time.monotonic() < end, f"it did not come: {wanted}"
+        assert time.monotonic() < end, f"it did not come: {wanted}\n{shown(pilot.app)}"
         await pilot.pause(0.01)
     await pilot.pause()
 

@@ -11,8 +11,8 @@ from localllm.models.adapters.places import MatrixPlace, MatrixPlaces
 from localllm.models.adapters.sites import low_rank, placed
 from localllm.models.adapters.stored import StoredAdapter, WeightDelta
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_source import row_order, row_scales
 from localllm.models.layout import EMBED
+from localllm.models.row_order import row_order, row_scales
 
 
 class DenseDeltas:

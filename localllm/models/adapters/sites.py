@@ -17,8 +17,9 @@ from localllm.layers.low_rank import AdapterWeights, LowRank
 from localllm.models.adapters.places import MatrixPlace, MatrixPlaces
 from localllm.models.adapters.stored import CHOOSE_ANOTHER, StoredAdapter, WeightDelta, made_for, unknown_matrix
 from localllm.models.architecture import ModelConfig
-from localllm.models.block_source import add_to_digest, row_order, row_scales
+from localllm.models.block_source import add_to_digest
 from localllm.models.layout import EMBED
+from localllm.models.row_order import row_order, row_scales
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 

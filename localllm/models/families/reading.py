@@ -51,6 +51,7 @@ _MAX_EOS_TOKENS = 256
 UNBOUNDED_TOKENS = 1 << 20  # of a model in which nothing ends with a number of them
 MAX_CONV_WIDTH = 8
 _INFINITY = "Infinity"
+_LARGEST_FP32 = 3.4028234663852886e38
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -300,16 +301,17 @@ def read_mamba2(
 
 
 def _step_bounds(fields: Fields) -> dict[str, float | None]:
-    """Return the bounds of a token's step, of which the upper one may be infinite: as JSON has no word for that,
-    transformers writes an object."""
+    """Return the bounds of a token's step, of which the upper one may be infinite, or beyond fp32: as JSON has no word
+    for that, transformers writes an object."""
     bounds = fields.items("time_step_limit", most=2)
     if bounds is None:
         return {}
     found = [math.inf if each in (_INFINITY, {"__float__": _INFINITY}) else each for each in bounds]
-    numbers = [float(each) for each in found if is_number(each) and each >= 0]
-    if len(numbers) != 2 or math.isinf(numbers[0]):
+    numbers = [each for each in found if is_number(each) and each >= 0]
+    if len(numbers) != 2 or numbers[0] > _LARGEST_FP32:
         raise fields.refuse("time_step_limit", "two numbers from 0 on")
-    return {"least_step": numbers[0], "most_step": None if math.isinf(numbers[1]) else numbers[1]}
+    least, most = numbers
+    return {"least_step": float(least), "most_step": None if most > _LARGEST_FP32 else float(most)}
 
 
 def mamba2_split(config: Mamba2Config) -> tuple[str, tuple[tuple[str, int], ...]]:

@@ -68,7 +68,7 @@ def _kimi_delta(layer: int, config: DeltaNetConfig, rank: int, around: Around) -
     parts = tuple((f"{net}.{part}_conv1d.weight", count) for part, count in _delta_rows(shape).items())
     vectors = (
         Vector("conv", f"{net}.conv1d.weight", taps * shape.channels, is_norm_weight=False, taps=taps, parts=parts),
-        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False),
+        Vector("a_log", f"{net}.A_log", heads, is_norm_weight=False, is_logarithm=around.model.stored.negates_rates),
         Vector("dt_bias", f"{net}.dt_bias", shape.decay_features, is_norm_weight=False),
         Vector("norm", f"{net}.o_norm.weight", shape.value_dim),
     )
