@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from localllm.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
-from localllm.kernels.state_shapes import Mamba2Shape
+from localllm.kernels.state_shapes import Mamba2Shape, MambaShape
 from localllm.layers.config import AttentionConfig, KeyValue, RopeConfig
 from localllm.models.architecture import LayerConfig
 from localllm.models.families import parse_config
@@ -73,6 +73,9 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "minicpm3": "minicpm3",
+    "mamba": "mamba",
+    "falcon_mamba": "mamba",
+    "jamba": "jamba",
     "mamba2": "mamba2",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
@@ -83,7 +86,10 @@ ARCHITECTURES = {
     "rwkv7": "rwkv7",
 }
 # Whose layers differ, and whose files are compared with their checkpoints alone.
-HYBRIDS = ("mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe", "kimi_linear", "rwkv7")
+HYBRIDS = (
+    "mamba", "falcon_mamba", "jamba", "mamba2", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "lfm2_moe",
+    "kimi_linear", "rwkv7",
+)  # fmt: skip
 # Families whose files are those of another.
 READ_AS = {
     "mistral": "llama",
@@ -98,7 +104,7 @@ WITH_PATTERN = (
     "olmo3", "exaone4", "muse_glimmer_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text",
 )  # fmt: skip
 WINDOWED = (*WITH_PATTERN, "phi3", "phimoe", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
-WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3", "mamba2")  # whose heads share the hidden size
+WITHOUT_HEAD_DIM = ("granite", "glm", "stablelm", "minicpm3", "jamba", "mamba2")  # whose heads share the hidden size
 # Keys of a config.json, any of them, and GGUF's for them.
 KEYS = {
     "LLM.CONTEXT_LENGTH": ("max_position_embeddings", "model_max_length"),
@@ -201,7 +207,7 @@ def _windows(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    if raw["model_type"] in ("mamba2", "nemotron_h", "rwkv7"):
+    if raw["model_type"] in ("mamba", "falcon_mamba", "jamba", "mamba2", "nemotron_h", "rwkv7"):
         return {}
     sections, rotating = rope_sections(Fields(raw, "config.json")), _rotating(raw)
     rope = sections[FULL].raw
@@ -304,6 +310,30 @@ def _minicpm3(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"Attention.KEY_LENGTH": raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"], **_ranks(raw)}
 
 
+def _scanned(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of Mamba."""
+    [shape] = {each.shape for each in parse_config(raw, "config.json").recurrents}
+    assert isinstance(shape, MambaShape)
+    return {
+        "SSM.INNER_SIZE": shape.features,
+        "SSM.TIME_STEP_RANK": shape.step_rank,
+        "SSM.STATE_SIZE": shape.state_size,
+        "SSM.CONV_KERNEL": shape.conv_width,
+    }
+
+
+def _mamba1(raw: Mapping[str, Any]) -> dict[str, Any]:
+    unused = {"LLM.CONTEXT_LENGTH": 1 << 20, "LLM.FEED_FORWARD_LENGTH": 0, "Attention.HEAD_COUNT": 0}
+    norms = {"Attention.LAYERNORM_RMS_EPS": raw["layer_norm_epsilon"]}
+    return {**_scanned(raw), **unused, **norms, "SSM.DT_B_C_RMS": raw["model_type"] == "falcon_mamba"}
+
+
+def _jamba(raw: Mapping[str, Any]) -> dict[str, Any]:
+    layers, period, offset = raw["num_hidden_layers"], raw["attn_layer_period"], raw["attn_layer_offset"]
+    kinds = ["attention" if layer % period == offset else "mamba" for layer in range(layers)]
+    return {**_scanned(raw), **_key_heads(raw, kinds)}
+
+
 def _mamba(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes of Mamba 2."""
     [shape] = {each.shape for each in parse_config(raw, "config.json").recurrents}
@@ -374,6 +404,9 @@ def _rwkv7(raw: Mapping[str, Any]) -> dict[str, Any]:
 _OWN = {
     "kimi_linear": _kimi_linear,
     "rwkv7": _rwkv7,
+    "mamba": _mamba1,
+    "falcon_mamba": _mamba1,
+    "jamba": _jamba,
     "mamba2": _mamba2,
     "granitemoehybrid": _granitemoehybrid,
     "falcon_h1": _mamba,

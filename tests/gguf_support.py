@@ -203,7 +203,7 @@ def as_stored(
     is_last = kind == "muse_glimmer_text" and name == "model.norm.weight"
     if kind in _OFFSET and name.endswith("norm.weight") and ".linear_attn." not in name and not is_last:
         return values - 1 if back else values + 1
-    if ".mamba." in name and not back:
+    if ".mamba." in name and not back and ARCHITECTURES[kind] not in ("mamba", "jamba"):
         values = _mamba2_as_stored(part, name, values, config)
     if name.endswith("A_log"):
         values = np.log(-values) if back else -np.exp(values)

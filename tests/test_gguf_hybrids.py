@@ -6,7 +6,8 @@ import pytest
 
 from localllm.errors import CheckpointError, UnsupportedModelError
 from localllm.gguf.config import hf_config
-from localllm.layers.config import AttentionConfig, DeltaNetConfig, LatentAttentionConfig
+from localllm.kernels.state_shapes import MambaShape
+from localllm.layers.config import AttentionConfig, DeltaNetConfig, LatentAttentionConfig, MoEConfig
 from localllm.models.families import parse_config
 from localllm.models.rope_fields import FULL, LINEAR
 from tests.gguf_metadata import small
@@ -125,6 +126,28 @@ def test_mamba_2_without_one_of_its_sizes_is_refused(architecture: str, key: str
         read_hybrid(architecture, **{key: None})
     with pytest.raises(CheckpointError, match=r"ssm\.inner_size"):
         read_hybrid(architecture, ssm__inner_size=66)
+
+
+@pytest.mark.parametrize("key", [key for key in STATES if key != "ssm__group_count"])
+def test_mamba_without_one_of_its_sizes_is_refused(key: str) -> None:
+    for norms, kind in ((None, "mamba"), (False, "mamba"), (True, "falcon_mamba")):
+        assert read_hybrid("mamba", ssm__dt_b_c_rms=norms)["model_type"] == kind
+    shape = parse_config(read_hybrid("mamba"), "config.json").recurrents[0].shape
+    assert shape == MambaShape(64, 16, 4)
+    with pytest.raises(CheckpointError, match=key.replace("__", r"\.")):
+        read_hybrid("mamba", **{key: None})
+
+
+def test_a_layer_of_jamba_is_what_its_heads_and_its_tensors_are() -> None:
+    routers = [f"blk.{layer}.ffn_gate_inp.weight" for layer in (1, 3)]
+    lists: dict[str, object] = {"attention__head_count_kv": [0, 0, 2, 0], "block_count": 4}
+    layers = parse_config(read_hybrid("jamba", *routers, **lists, **EXPERTS), "config.json").layers
+    assert [isinstance(layer.mixer, AttentionConfig) for layer in layers] == [False, False, True, False]
+    assert [isinstance(layer.feed_forward, MoEConfig) for layer in layers] == [False, True, False, True]
+    dense = parse_config(read_hybrid("jamba", **(lists | {"attention__head_count_kv": [0, 2, 0, 2]})), "config.json")
+    assert not dense.mixtures and len(dense.attentions) == 2
+    with pytest.raises(UnsupportedModelError, match="attn layers at irregular places"):
+        read_hybrid("jamba", **(lists | {"attention__head_count_kv": [2, 2, 0, 2]}))
 
 
 LATENT: dict[str, object] = {

@@ -31,6 +31,8 @@ def test_every_tensor_that_the_gguf_package_lists_is_known(architecture: str) ->
         ("output_norm.bias", "phimoe", "model.norm.bias"),
         ("blk.3.attn_kv_b.weight", "deepseek2", "model.layers.3.self_attn.kv_b_proj.weight"),
         ("blk.3.ssm_d", "mamba2", "model.layers.3.mamba.D"),
+        ("blk.3.ssm_dt.bias", "mamba", "model.layers.3.mamba.dt_proj.bias"),
+        ("blk.3.ssm_dt_norm.weight", "jamba", "model.layers.3.mamba.dt_layernorm.weight"),
         ("blk.3.ssm_dt.bias", "nemotron_h", "model.layers.3.mamba.dt_bias"),
         ("blk.3.ssm_conv1d.bias", "granitehybrid", "model.layers.3.mamba.conv1d.bias"),
         ("blk.3.ffn_norm", "falcon-h1", "model.layers.3.post_attention_layernorm.weight"),

@@ -345,8 +345,10 @@ def _layer_types(file: Metadata, default: int) -> list[str]:
     return [SLIDING if (layer + 1) % every else FULL for layer in range(file.num_layers)]
 
 
-OF_OTHER_HEADS = ("deepseek2", "minicpm3", "mamba2", "kimi-linear", "rwkv7")  # which say of heads what others do not
-HYBRIDS = ("granitehybrid", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")  # whose layers lack what others have
+# Which say of heads what others do not.
+OF_OTHER_HEADS = ("deepseek2", "minicpm3", "mamba", "mamba2", "kimi-linear", "rwkv7")
+# Whose layers lack what others have.
+HYBRIDS = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe")
 VARYING = ("gemma3n", "gemma4")  # whose layers may differ in what all layers of others have alike
 ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
     {
@@ -394,6 +396,8 @@ ARCHITECTURES: Mapping[str, Callable[[Metadata], Json]] = MappingProxyType(
         "nemotron": _nemotron,
         "deepseek2": latents.deepseek2,
         "minicpm3": latents.minicpm3,
+        "mamba": hybrids.mamba,
+        "jamba": hybrids.jamba,
         "mamba2": hybrids.mamba2,
         "granitehybrid": hybrids.granitehybrid,
         "falcon-h1": hybrids.falcon_h1,
@@ -433,6 +437,7 @@ _MODEL_TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "granitemoe": ("granitemoe", "granitemoehybrid"),
         "granitehybrid": ("granitemoehybrid",),
         "falcon-h1": ("falcon_h1",),
+        "mamba": ("mamba", "falcon_mamba"),
         "nemotron_h_moe": ("nemotron_h",),
         "lfm2moe": ("lfm2_moe",),
         "kimi-linear": ("kimi_linear",),

@@ -42,6 +42,46 @@ def _mixer_types(file: Metadata) -> list[str]:
     return [LINEAR if is_recurrent else FULL for is_recurrent in listed[: file.num_layers]]
 
 
+def mamba(file: Metadata) -> Json:
+    """Return the keys of Mamba, and of Falcon Mamba, whose norms' own eps files do not have."""
+    return {
+        "model_type": "falcon_mamba" if file.get("ssm.dt_b_c_rms") is True else "mamba",
+        "layer_norm_epsilon": file.norm_eps,
+        "intermediate_size": file.integer("ssm.inner_size"),
+        **_scan_sizes(file, "time_step_rank", "state_size", "conv_kernel", "use_conv_bias", "use_bias"),
+    }
+
+
+def jamba(file: Metadata) -> Json:
+    attends = [bool(heads) for heads in file.listed("attention.head_count_kv")]
+    mixes = [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(file.num_layers)]
+    names = "mamba_dt_rank", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias", "mamba_proj_bias"
+    return {
+        "model_type": "jamba",
+        **_every(file, "attn", attends),
+        **_every(file, "expert", mixes),
+        **({"num_experts": file.integer("expert_count"), **top_k(file)} if any(mixes) else {"num_experts": 1}),
+        **_scan_sizes(file, *names),
+        "mamba_expand": _expansion(file),
+    }
+
+
+def _scan_sizes(file: Metadata, *names: str) -> Json:
+    """Return the sizes of Mamba. names: of the rank of steps, the size of a state, the width of the convolution, and
+    whether that and the projections have biases."""
+    sizes = (file.integer(f"ssm.{key}") for key in ("time_step_rank", "state_size", "conv_kernel"))
+    return dict(zip(names, (*sizes, file.has("ssm_conv1d.bias"), file.has("ssm_in.bias")), strict=True))
+
+
+def _every(file: Metadata, kind: str, layers: list[bool]) -> Json:
+    """Return every how many layers one is of a kind, and the first of them: behind the last one where none is."""
+    first, *others = [number for number, is_so in enumerate(layers) if is_so] or [len(layers)]
+    period = others[0] - first if others else len(layers) + 1
+    if layers != [number % period == first for number in range(len(layers))]:
+        raise file.unsupported(f"{kind} layers at irregular places")
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": first}
+
+
 def mamba2(file: Metadata) -> Json:
     return {
         "model_type": "mamba2",

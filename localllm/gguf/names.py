@@ -133,6 +133,12 @@ _MAMBA2 = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_MAMBA = {
+    **_MAMBA2,
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+}
 _SHORT_CONV = {
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
@@ -194,6 +200,8 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "muse-glimmer": _MUSE_GLIMMER,
         "deepseek2": _LATENT_ATTENTION,
         "minicpm3": _LATENT_ATTENTION,
+        "mamba": _MAMBA,
+        "jamba": _MAMBA,
         "mamba2": _MAMBA2,
         "granitehybrid": _MAMBA2,
         "falcon-h1": _MAMBA2,
@@ -207,7 +215,7 @@ _OWN: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 # Parts that are called the same whatever their suffix is.
 _WITHOUT_SUFFIX = frozenset(
-    {"exp_probs_b", "ssm_dt", "ssm_a", "ssm_d", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
+    {"exp_probs_b", "ssm_a", "ssm_d", "attn_sinks", "layer_output_scale", "altup_correct_scale"}
     | {f"time_mix_{part}" for part in ("lerp_fused", "w0", "a0", "v0", "k_k", "k_a", "r_k")}
     | {"channel_mix_lerp_k"}
 )
@@ -304,7 +312,7 @@ def hf_name(name: str, architecture: str, stored: Container[str] = ()) -> str | 
         inner = inner.replace("mlp.", f"mlp.experts.{expert}.")
     elif part in _GATED and f"blk.{layer}.{_ROUTER}" in stored:
         inner = inner.replace("mlp.", "mlp.shared_expert.")
-    is_whole = part in _WITHOUT_SUFFIX or (part.endswith("_exps") and suffix == "weight")
+    is_whole = part in _WITHOUT_SUFFIX or inner.endswith(".dt_bias") or (part.endswith("_exps") and suffix == "weight")
     return f"model.layers.{int(layer)}.{inner}" + ("" if is_whole or suffix is None else f".{suffix}")
 
 
