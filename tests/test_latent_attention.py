@@ -15,7 +15,7 @@ from localllm import Engine, Request, SamplingParams
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.step_types import Chunk
-from localllm.kernels import kv_page, paged_attention
+from localllm.kernels import cpu_latent_int8, kv_page, paged_attention
 from localllm.kernels.cpu_isa import Isa, host_isas
 from localllm.kernels.cpu_paged import AttentionRoom, LatentPlace, row_counts_of
 from localllm.kernels.cpu_tape import Tape
@@ -29,6 +29,7 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
 from tests.kv_support import filled, random
+from tests.software_tiles import SoftwareTiles
 
 HOST = torch.device("cpu")
 SCALE = 0.05
@@ -115,17 +116,35 @@ def test_neither_threads_nor_what_is_beside_it_change_a_bit(isa: Isa, kv_format:
                 assert torch.equal(native(isa, [one], queries[rows], keys[rows], 96, threads), whole[rows])
 
 
-@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.fixture(params=["software", "amx"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What has tiles takes the CPU's, or those that other instructions make, which every CPU with AVX-512 has."""
+    if request.param == "amx" and not has_tiles():
+        pytest.skip("this CPU has no AMX")
+    if not host_isas()[0].can_have_tiles:
+        pytest.skip("this CPU has no AVX-512 with products of bytes")
+    if request.param == "software":
+        monkeypatch.setattr(SoftwareTiles, "isa", host_isas()[0], raising=False)
+        monkeypatch.setattr(cpu_latent_int8, "Tiles", SoftwareTiles)
+    cpu_latent_int8.attention.cache_clear()
+    yield
+    cpu_latent_int8.attention.cache_clear()
+
+
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_tiles_give_the_bits_of_dot_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for shape in SHAPES:
-        H, latent, shared = shape
-        segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
-        queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
-        with_tiles = native(host_isas()[0], segments, queries, keys, latent)
-        monkeypatch.setattr("localllm.kernels.cpu_paged.has_tiles", lambda: False)
-        assert torch.equal(native(host_isas()[0], segments, queries, keys, latent), with_tiles)
-        monkeypatch.undo()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_give_the_bits_of_dot_products(
+    name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    H, latent, shared = shape
+    segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
+    queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
+    found = []
+    for uses_tiles in (True, False):
+        monkeypatch.setattr("localllm.kernels.cpu_paged.has_tiles", lambda uses_tiles=uses_tiles: uses_tiles)
+        found.append(native(host_isas()[0], segments, queries, keys, latent))
+    assert torch.equal(*found)
 
 
 @every_isa

@@ -25,7 +25,7 @@ from localllm.kernels.cpu_rope import TOKEN_BYTES, rotated_features
 from localllm.kernels.kv_page import INT4_ZERO, LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-ROWS = (16, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
+ROWS = (16, 20, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
 
 
 def place_source(dense: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Kernel:
