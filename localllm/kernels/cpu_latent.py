@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from localllm.kernels import cpu_kv, cpu_math
-from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, part_floats
+from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, part_floats, write_part, write_row
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
@@ -355,19 +355,11 @@ class _Task:
             token, head = self._row(r)
             peak, total = state.peaks.at(r * 4).load(F32), state.totals.at(r * 4).load(F32)
             with k.when(is_whole):
-                inverse = (k.constant(F32, 1.0) / total).splat()
                 out = a.out.at((token * a.group + head) * (4 * latent))
-                step = GROUP if self.coded is not None else LANES
-                with k.range(k.i64(0), k.i64(4 * latent), 4 * step) as at:
-                    vectors = [self.row.at(at).at(64 * i).load(F32V, 64) * inverse for i in range(step // LANES)]
-                    for i, vector in enumerate(vectors if self.coded is None else cpu_kv.rotated(k, vectors)):
-                        out.at(at).at(64 * i).store(vector)
+                write_row(k, latent // LANES, self.row, total, out, is_rotated=self.coded is not None)
             with k.when(is_whole ^ True):
                 part = a.parts.at((self.part + r) * (4 * part_floats(latent)))
-                with k.range(k.i64(0), k.i64(4 * latent), 4 * LANES) as at:
-                    part.at(at).store(self.row.at(at).load(F32V, 64))
-                part.at(4 * latent).store(peak)
-                part.at(4 * latent + 4).store(total)
+                write_part(latent // LANES, self.row, peak, total, part)
 
 
 @cache

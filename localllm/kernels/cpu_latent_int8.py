@@ -25,6 +25,7 @@ from localllm.kernels.cpu_attention import (
     MixState,
     part_floats,
     runs,
+    write_part,
     write_row,
 )
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
@@ -477,10 +478,7 @@ class _Task:
                 write_row(k, self.vectors, mixed, total, out, is_rotated=True)
             with k.when(is_whole ^ True):
                 part = a.parts.at((self.part + r) * (4 * part_floats(self.latent)))
-                with k.range(k.i64(0), k.i64(row_bytes), 64) as at:
-                    part.at(at).store(mixed.at(at).load(F32V, 64))
-                part.at(row_bytes).store(peak)
-                part.at(row_bytes + 4).store(total)
+                write_part(self.vectors, mixed, peak, total, part)
 
 
 @cache
