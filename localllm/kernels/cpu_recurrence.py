@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import F32, F32V, I32, LANES, Kernel, Value
+from localllm.kernels.cpu_ir import F32, F32V, LANES, Kernel, Value
 from localllm.kernels.cpu_states import StateSegment
-from localllm.kernels.state_shapes import STEP_ROWS, ConvolvedShape
+from localllm.kernels.state_shapes import ConvolvedShape
 
 HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
 FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
@@ -116,19 +116,7 @@ class Prepared(Generic[S]):
 
     def _keep(self, first: Value, channels: list[Value], features: int, head: Value | None) -> None:
         """Write a head's raw channels, and a value head's gates, to the snapshots and into the kept rows."""
-        k, shape, segment = self.k, self.shape, self.segment
-        before = shape.conv_width - 1
-        with segment.snapshots() as (position, part):
-            is_reached = position.compare("ugt", first) & position.compare("ule", segment.end)
-            with k.when(is_reached):
-                tail, padding = part.at(shape.matrix_bytes), shape.matrix_bytes + 4 * before * shape.row_floats
-                with k.range(k.i64(0), k.i64(before), rolled=True) as n:
-                    self._copy(position - before + n, tail.at(n * (4 * shape.row_floats)), channels, features, head)
-                for at in range(padding, shape.snapshot_bytes, 4):
-                    part.at(at).store(k.constant(I32, 0))
-        rows = k.smaller(segment.end - segment.past, k.i64(max(STEP_ROWS, before)))
-        with k.range(segment.end - rows, segment.end, rolled=True) as position:
-            self._copy(position, segment.kept(position), channels, features, head)
+        self.segment.keep_rows(lambda position, row: self._copy(position, row, channels, features, head), first)
 
     def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
         k, source = self.k, self._raw(position)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.recurrence import raw_rows, walk
-from localllm.kernels.state_shapes import REPLAYED_ROWS, RWKV7_KEPT, Rwkv7Shape, StateShape
+from localllm.kernels.state_shapes import RWKV7_KEPT, Rwkv7Shape, StateShape
 
 LOG_DECAY = -0.6065306597126334  # of a decay's sigmoid: -exp(-0.5)
 SMALLEST_NORM = 1e-12
@@ -75,17 +75,6 @@ def mix_time(rows: StateRows[Rwkv7Shape], r: Tensor, g: Tensor, weights: TimeMix
     mixed = walk(rows, raw, take_in, lambda S, i: torch.einsum("hkv,hk->hv", S, r[i - replayed]))
     bonus = (r * k[replayed:] * weights.bonus.view(k.shape[1:])).sum(-1, keepdim=True) * v[replayed:]
     return (_head_norm(mixed, weights) + bonus).flatten(1) * g
-
-
-def mix_channels(rows: StateRows[StateShape]) -> None:
-    """Bring a state up to date of which only the rows count. rows.raw: what went into the layer."""
-    state = rows.state
-    for position, snapshot in rows.snapshots.items():
-        at = position - rows.past
-        if -REPLAYED_ROWS < at <= len(rows.raw):  # else another batch of the forward takes it
-            tail = rows.raw[at - 1 : at] if at > 0 else state.rows(position - 1, position)
-            state.write_snapshot(snapshot, state.matrices, tail)
-    state.keep_rows(rows.past, rows.raw)
 
 
 def _head_norm(x: Tensor, weights: TimeMixWeights) -> Tensor:
