@@ -14,8 +14,8 @@ from localllm.kernels.gpu import activations, delta
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code
 from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of, poisoned
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.sizes import Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, DeltaShape, StatePlace
@@ -125,7 +125,7 @@ def _run(
         at, prepared = part.tokens.states.data_ptr(), (index + 1) * REPLAYED_ROWS + row
         words.append((row, end, part.past, part.committed, at, prepared, pairs[-1].data_ptr(), len(due)))
         row = end
-    tables = DeltaTables(torch.tensor(words, device=device), torch.zeros(row, dtype=torch.int32, device=device))
+    tables = SegmentTables(torch.tensor(words, device=device), torch.zeros(row, dtype=torch.int32, device=device))
     wide, gates = (
         torch.cat([getattr(part.tokens, name)[part.past : part.end] for part in parts]) for name in ("wide", "gates")
     )

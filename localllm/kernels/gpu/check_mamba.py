@@ -12,8 +12,8 @@ from localllm.kernels import mamba_rule
 from localllm.kernels.gpu import mamba
 from localllm.kernels.gpu.check_case import Case, error_of, poisoned
 from localllm.kernels.gpu.check_delta import DELTA
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, Mamba2Shape, StatePlace
@@ -73,7 +73,7 @@ def _run(
     pairs = torch.tensor(due, device=device)
     words = (0, end - past, past, committed, states.data_ptr(), REPLAYED_ROWS, pairs.data_ptr(), len(due))
     positions = torch.zeros(end - past, dtype=torch.int32, device=device)
-    tables = DeltaTables(torch.tensor([words], device=device), positions)
+    tables = SegmentTables(torch.tensor([words], device=device), positions)
     vectors = ("conv", "conv_bias", "a_log", "dt_bias", "d", "norm")
     there = replace(weights, **{name: getattr(weights, name).to(device) for name in vectors})
     place = StatePlace(_LAYER * shape.state_bytes, _LAYER * shape.snapshot_bytes)
