@@ -27,27 +27,25 @@ from localllm.kernels.gpu.rope import (
     hadamard,
     page_at,
     scale_code,
+    turned,
 )
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 
 @triton.jit
-def _turned(
+def _features(
     first, behind, feature, inv_freq, position, rotary_scale,
     LATENT: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """fp32 [groups, 32]: the features at `first`, and those at `behind`, of which the leading ones are rotated."""
-    half: tl.constexpr = ROTARY // 2
     shared = feature - LATENT
     is_shared = (shared >= 0) & (feature < D)
     x = tl.load(first + feature, mask=shared < 0, other=0.0).to(tl.float32)
     x += tl.load(behind + shared, mask=is_shared, other=0.0).to(tl.float32)
-    turns, is_low = is_shared & (shared < ROTARY), shared < half
-    partner = tl.where(is_low, shared + half, shared - half)
+    turns = is_shared & (shared < ROTARY)
+    partner = tl.where(shared < ROTARY // 2, shared + ROTARY // 2, shared - ROTARY // 2)
     other = tl.load(behind + partner, mask=turns, other=0.0).to(tl.float32)
-    angle = position.to(tl.float32) * tl.load(inv_freq + tl.where(is_low, shared, partner), mask=turns, other=0.0)
-    sine = tl.sin(angle) * tl.where(is_low, -rotary_scale, rotary_scale)
-    return tl.where(turns, x * (tl.cos(angle) * rotary_scale) + other * sine, x)
+    return turned(x, other, shared, partner, turns, inv_freq, position, rotary_scale)
 
 
 @triton.jit
@@ -92,13 +90,13 @@ def _latent_store(
     inv_freq += row * inv_freq_stride
     if head < H:
         first, behind = absorbed + (row * H + head) * LATENT, turning + row * turning_stride + head * (D - LATENT)
-        x = _turned(first, behind, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
+        x = _features(first, behind, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
         if CODING != "dense":
             x = hadamard(x)
         tl.store(q + (row * H + head) * D + feature, x.to(q.dtype.element_ty), mask=mask)
         return
     first = kept + row * kept_stride
-    x = _turned(first, first + LATENT, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
+    x = _features(first, first + LATENT, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
     latent = tl.where(feature < LATENT, x, 0.0)
     inverse = tl.rsqrt(tl.sum(latent * latent) / LATENT + eps)
     x = tl.where(feature < LATENT, x * inverse * tl.load(norm + feature, mask=feature < LATENT, other=0.0), x)
