@@ -49,8 +49,7 @@ LOG_BIAS = (0.0861 - 127) * math.log(2)
 
 
 def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Kernel:
-    """Words, rows: as `cpu_latent.attention_source`. own: of the page with a token's own position, and of a sequence's
-    first; INT8."""
+    """Words, rows: as `cpu_latent.attention_source`. own, coded: see `LatentLayout`."""
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
     task = _Task(k, isa, own, coded, rows, Tiles(k) if has_tiles else None)
