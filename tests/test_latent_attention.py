@@ -16,10 +16,10 @@ from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.step_types import Chunk
 from localllm.kernels import kv_page, paged_attention
+from localllm.kernels.cpu_amx import has_amx
 from localllm.kernels.cpu_isa import Isa, host_isas
 from localllm.kernels.cpu_paged import AttentionRoom, LatentPlace, row_counts_of
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.sizes import KVShape
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
@@ -115,7 +115,7 @@ def test_neither_threads_nor_what_is_beside_it_change_a_bit(isa: Isa, kv_format:
                 assert torch.equal(native(isa, [one], queries[rows], keys[rows], 96, threads), whole[rows])
 
 
-@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_tiles_give_the_bits_of_dot_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in SHAPES:
@@ -123,7 +123,7 @@ def test_tiles_give_the_bits_of_dot_products(name: str, monkeypatch: pytest.Monk
         segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
         queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
         with_tiles = native(host_isas()[0], segments, queries, keys, latent)
-        monkeypatch.setattr("localllm.kernels.cpu_paged.has_tiles", lambda: False)
+        monkeypatch.setattr("localllm.kernels.cpu_paged.has_amx", lambda: False)
         assert torch.equal(native(host_isas()[0], segments, queries, keys, latent), with_tiles)
         monkeypatch.undo()
 

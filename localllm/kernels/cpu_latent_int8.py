@@ -18,6 +18,7 @@ import math
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
+from localllm.kernels.cpu_amx import AmxTiles
 from localllm.kernels.cpu_attention import (
     NOTHING,
     RUN_PAGES,
@@ -34,13 +35,12 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_matmul import SIGN_BITS
 from localllm.kernels.cpu_quantize import int8_scales
 from localllm.kernels.cpu_rope import TOKEN_BYTES
-from localllm.kernels.cpu_tiles import Tiles
 from localllm.kernels.kv_page import LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
 RUN_TOKENS = RUN_PAGES * PAGE_TOKENS  # whose weights share a peak, and whose products are added up as whole numbers
 STEP_TOKENS = 2 * LANES  # that all rows' queries are multiplied with at once
-BLOCK_BYTES = 64  # of a row that one product of tiles takes
+BLOCK_BYTES = 64  # of a row that one product of AMX tiles takes
 NIBBLES = 0x0F0F0F0F
 MOST_WEIGHT = 65535.0
 # The bits of a float, as a number, are its logarithm but for 0.086 at most: what makes them an upper bound of it.
@@ -48,11 +48,11 @@ LOG_STEP = math.log(2) / (1 << 23)
 LOG_BIAS = (0.0861 - 127) * math.log(2)
 
 
-def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Kernel:
+def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Kernel:
     """Words, rows: as `cpu_latent.attention_source`. own, coded: see `LatentLayout`."""
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
-    task = _Task(k, isa, own, coded, rows, Tiles(k) if has_tiles else None)
+    task = _Task(k, isa, own, coded, rows, AmxTiles(k) if has_amx else None)
     with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         # Dealt out one by one: the later a token, the more keys it sees.
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
@@ -66,8 +66,8 @@ def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int
                 task.mix(first_page - run_page, end_page - run_page)
             task.whole.merge(task.section)
         task.finish()
-    if task.tiles is not None:
-        task.tiles.release()
+    if task.amx is not None:
+        task.amx.release()
     return k
 
 
@@ -75,13 +75,13 @@ class _Task:
     """The rows of one task, and the stages that their keys go through, a run of pages at a time."""
 
     def __init__(
-        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, tiles: Tiles | None
+        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, amx: AmxTiles | None
     ) -> None:
-        self.k, self.isa, self.own_layout, self.coded, self.R, self.tiles = k, isa, own, coded, rows, tiles
+        self.k, self.isa, self.own_layout, self.coded, self.R, self.amx = k, isa, own, coded, rows, amx
         self.latent, self.vectors = own.latent_dim, own.latent_dim // LANES
         self.row_vectors = -(-rows // LANES)
         padded = self.row_vectors * LANES
-        # Of features that share a scale, in blocks of bytes that one product of tiles takes.
+        # Of features that share a scale, in blocks of bytes that one product of AMX tiles takes.
         self.latent_blocks, shared_blocks = (-(-features // BLOCK_BYTES) for features in own.runs)
         self.num_blocks = self.latent_blocks + shared_blocks
         self.queries = self._bytes(self.num_blocks * padded * BLOCK_BYTES)  # [blocks, R, 64], zeros where a block ends
@@ -117,8 +117,8 @@ class _Task:
         k, a = self.k, self.k.arg
         words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, self.rows, self.first_section, self.end_section, self.part = words
-        if self.tiles is not None:
-            self.tiles.configure(self._second_rows())
+        if self.amx is not None:
+            self.amx.configure(self._second_rows())
         with k.range(k.i64(0), self.rows) as r:
             token, head = self._row(r)
             position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
@@ -266,7 +266,7 @@ class _Task:
     def _padded(self, codes: Value) -> Value:
         """The codes of the shared key, with so many behind them as make a whole block of features."""
         k, shared = self.k, self.own_layout.head_dim - self.latent
-        if self.tiles is None or shared % BLOCK_BYTES == 0:
+        if self.amx is None or shared % BLOCK_BYTES == 0:
             return codes
         with k.range(k.i64(0), k.i64(shared * PAGE_TOKENS), 64) as at:
             self.shared.at(at).store(codes.at(at).load(I32V), 64)
@@ -279,7 +279,7 @@ class _Task:
         """score_sums[run, part] = all rows' queries times the codes of 32 tokens, of one run of features."""
         k, first, features = self.k, run * self.latent_blocks, self.own_layout.runs[run]
         sums, row_bytes, codes = self._sums(run, part), 4 * STEP_TOKENS, page.at(4 * STEP_TOKENS * part)
-        if self.tiles is not None:
+        if self.amx is not None:
             num_blocks = self.latent_blocks if run == 0 else self.num_blocks - self.latent_blocks
             self._multiply_query_tiles(codes, first, num_blocks, sums, later, part)
             return
@@ -305,7 +305,7 @@ class _Task:
     def _multiply_query_tiles(
         self, codes: Value, first: int, num_blocks: int, sums: Value, later: Value, part: int
     ) -> None:
-        k, tiles = self.k, self.tiles
+        k, tiles = self.k, self.amx
         assert tiles is not None
         each = [(v, half) for v in range(self.row_vectors) for half in range(2)]
         for v, half in each:
@@ -436,7 +436,7 @@ class _Task:
         """mix_sums = all rows' weights times 16 features of the latents."""
         k, rows, values = self.k, 2 * self.R, self._values(buffer)
         sums = self.mix_sums.at(buffer * (2 * self.row_vectors * LANES * 64))
-        if self.tiles is not None:
+        if self.amx is not None:
             self._multiply_weight_tiles(first, end, values, sums)
             return
         for some in self._row_groups(rows, self.isa.sums):
@@ -450,7 +450,7 @@ class _Task:
                 sums.at(64 * r).store(total.get(), 64)
 
     def _multiply_weight_tiles(self, first: Value, end: Value, values: Value, sums: Value) -> None:
-        k, tiles = self.k, self.tiles
+        k, tiles = self.k, self.amx
         assert tiles is not None
         count = -(-2 * self.R // LANES)
         for n in range(count):
@@ -481,5 +481,5 @@ class _Task:
 
 
 @cache
-def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Native:
-    return compile_kernel(attention_source(isa, own, coded, rows, has_tiles=has_tiles), isa)
+def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Native:
+    return compile_kernel(attention_source(isa, own, coded, rows, has_amx=has_amx), isa)

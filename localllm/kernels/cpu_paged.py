@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_attention, cpu_latent, cpu_latent_int8
+from localllm.kernels.cpu_amx import has_amx
 from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 NO_WINDOW = 1 << 40
@@ -96,7 +96,7 @@ class AttentionRoom:
         own, coded = latent_layouts(layouts)
         shared: dict[str, Tensor | int] = {"out": place.out, "parts": self._parts, "group": place.num_heads}
         if coded is not None and isa.multiplies_whole_bytes:
-            kernel = cpu_latent_int8.attention(isa, own, coded, rows, has_tiles=isa.can_have_tiles and has_tiles())
+            kernel = cpu_latent_int8.attention(isa, own, coded, rows, has_amx=isa.can_have_amx and has_amx())
         else:
             kernel = cpu_latent.attention(isa, own, coded, rows)
         yield kernel.step(
