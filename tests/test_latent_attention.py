@@ -238,3 +238,10 @@ def test_a_token_takes_its_latent_and_the_shared_key_once(kv: str) -> None:
     shapes = [KVShape(1, 512 + 64, 512)] * 47
     features = {"bf16": 2 * 576, "int8": 576 + 2, "k8v4": 576 + 2, "int4": 576 // 2 + 2}
     assert KV_FORMATS[kv].sizes(shapes, 2).per_token == 47 * features[kv]
+
+
+def test_a_latent_that_groups_do_not_divide_has_dense_pages_alone() -> None:
+    shape = KVShape(1, 48 + 16, 48)
+    assert not shape.can_be_coded and kv_page.layout_of(shape, "dense", "dense", torch.float32).is_dense
+    with pytest.raises(AssertionError, match="keeps dense pages"):
+        kv_page.layout_of(shape, "int8", "int8", torch.float32)
