@@ -17,10 +17,10 @@ from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.step_types import Chunk
 from localllm.kernels import cpu_latent_int8, kv_page, paged_attention
+from localllm.kernels.cpu_amx import has_amx as cpu_has_amx
 from localllm.kernels.cpu_isa import Isa, host_isas
 from localllm.kernels.cpu_paged import AttentionRoom, LatentPlace, row_counts_of
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.sizes import KVShape
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
@@ -30,7 +30,7 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
 from tests.kv_support import filled, random
-from tests.software_tiles import SoftwareTiles
+from tests.software_amx import SoftwareAmx
 from tests.thinning import thinned
 
 HOST = torch.device("cpu")
@@ -126,21 +126,21 @@ def test_neither_threads_nor_what_is_beside_it_change_a_bit(isa: Isa, kv_format:
 
 
 @pytest.fixture(params=["software", "amx"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What has tiles takes the CPU's, or those that other instructions make, which every CPU with AVX-512 has."""
-    if request.param == "amx" and not has_tiles():
+    if request.param == "amx" and not cpu_has_amx():
         pytest.skip("this CPU has no AMX")
-    if not host_isas()[0].can_have_tiles:
+    if not host_isas()[0].can_have_amx:
         pytest.skip("this CPU has no AVX-512 with products of bytes")
     if request.param == "software":
-        monkeypatch.setattr(SoftwareTiles, "isa", host_isas()[0], raising=False)
-        monkeypatch.setattr(cpu_latent_int8, "Tiles", SoftwareTiles)
+        monkeypatch.setattr(SoftwareAmx, "isa", host_isas()[0], raising=False)
+        monkeypatch.setattr(cpu_latent_int8, "AmxTiles", SoftwareAmx)
     cpu_latent_int8.attention.cache_clear()
     yield
     cpu_latent_int8.attention.cache_clear()
 
 
-@pytest.mark.usefixtures("tiles")
+@pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tiles_give_the_bits_of_dot_products(
@@ -150,8 +150,8 @@ def test_tiles_give_the_bits_of_dot_products(
     segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
     queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
     found = []
-    for uses_tiles in (True, False):
-        monkeypatch.setattr("localllm.kernels.cpu_paged.has_tiles", lambda uses_tiles=uses_tiles: uses_tiles)
+    for has_amx in (True, False):
+        monkeypatch.setattr("localllm.kernels.cpu_paged.has_amx", lambda has_amx=has_amx: has_amx)
         found.append(native(host_isas()[0], segments, queries, keys, latent))
     assert torch.equal(*found)
 
@@ -266,3 +266,10 @@ def test_a_token_takes_its_latent_and_the_shared_key_once(kv: str) -> None:
     shapes = [KVShape(1, 512 + 64, 512)] * 47
     features = {"bf16": 2 * 576, "int8": 576 + 2, "k8v4": 576 + 2, "int4": 576 // 2 + 2}
     assert KV_FORMATS[kv].sizes(shapes, 2).per_token == 47 * features[kv]
+
+
+def test_a_latent_that_groups_do_not_divide_has_dense_pages_alone() -> None:
+    shape = KVShape(1, 48 + 16, 48)
+    assert not shape.can_be_coded and kv_page.layout_of(shape, "dense", "dense", torch.float32).is_dense
+    with pytest.raises(AssertionError, match="keeps dense pages"):
+        kv_page.layout_of(shape, "int8", "int8", torch.float32)

@@ -26,8 +26,8 @@ class Isa:
     max_rows: int
 
     @property
-    def can_have_tiles(self) -> bool:
-        """Return whether kernels may use `cpu_tiles`, if this CPU has them."""
+    def can_have_amx(self) -> bool:
+        """Return whether kernels may use `cpu_amx`, if this CPU has AMX."""
         return self.name == "avx512-vnni"
 
     @property

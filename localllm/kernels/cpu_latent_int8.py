@@ -18,6 +18,7 @@ import math
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
+from localllm.kernels.cpu_amx import AmxTiles
 from localllm.kernels.cpu_attention import (
     NOTHING,
     RUN_PAGES,
@@ -25,6 +26,7 @@ from localllm.kernels.cpu_attention import (
     MixState,
     part_floats,
     runs,
+    write_part,
     write_row,
 )
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
@@ -33,13 +35,12 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_matmul import SIGN_BITS
 from localllm.kernels.cpu_quantize import int8_scales
 from localllm.kernels.cpu_rope import TOKEN_BYTES
-from localllm.kernels.cpu_tiles import Tiles
 from localllm.kernels.kv_page import LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
 RUN_TOKENS = RUN_PAGES * PAGE_TOKENS  # whose weights share a peak, and whose products are added up as whole numbers
 STEP_TOKENS = 2 * LANES  # that all rows' queries are multiplied with at once
-BLOCK_BYTES = 64  # of a row that one product of tiles takes
+BLOCK_BYTES = 64  # of a row that one product of AMX tiles takes
 NIBBLES = 0x0F0F0F0F
 WORDS = vector_of("i16")
 MOST_WEIGHT = 32767.0  # so that the products of a run fit into 32 bits
@@ -48,12 +49,11 @@ LOG_STEP = math.log(2) / (1 << 23)
 LOG_BIAS = (0.0861 - 127) * math.log(2)
 
 
-def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Kernel:
-    """Words, rows: as `cpu_latent.attention_source`. own: of the page with a token's own position, and of a sequence's
-    first; INT8."""
+def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Kernel:
+    """Words, rows: as `cpu_latent.attention_source`. own, coded: see `LatentLayout`."""
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
-    task = _Task(k, isa, own, coded, rows, Tiles(k) if has_tiles else None)
+    task = _Task(k, isa, own, coded, rows, AmxTiles(k) if has_amx else None)
     with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         # Dealt out one by one: the later a token, the more keys it sees.
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
@@ -67,8 +67,8 @@ def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int
                 task.mix(first_page - run_page, end_page - run_page)
             task.whole.merge(task.section)
         task.finish()
-    if task.tiles is not None:
-        task.tiles.release()
+    if task.amx is not None:
+        task.amx.release()
     return k
 
 
@@ -76,13 +76,13 @@ class _Task:
     """The rows of one task, and the stages that their keys go through, a run of pages at a time."""
 
     def __init__(
-        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, tiles: Tiles | None
+        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, amx: AmxTiles | None
     ) -> None:
-        self.k, self.isa, self.own_layout, self.coded, self.R, self.tiles = k, isa, own, coded, rows, tiles
+        self.k, self.isa, self.own_layout, self.coded, self.R, self.amx = k, isa, own, coded, rows, amx
         self.latent, self.vectors = own.latent_dim, own.latent_dim // LANES
         self.row_vectors = -(-rows // LANES)
         padded = self.row_vectors * LANES
-        # Of features that share a scale, in blocks of bytes that one product of tiles takes.
+        # Of features that share a scale, in blocks of bytes that one product of AMX tiles takes.
         self.latent_blocks, shared_blocks = (-(-features // BLOCK_BYTES) for features in own.runs)
         self.num_blocks = self.latent_blocks + shared_blocks
         self.queries = self._bytes(self.num_blocks * padded * BLOCK_BYTES)  # [blocks, R, 64], zeros where a block ends
@@ -105,9 +105,9 @@ class _Task:
         # Words [R, tokens of a run]; for tiles bytes [R, 2, tokens of a run], the high one first.
         self.weights = self._bytes(2 * padded * RUN_TOKENS)
         # Of two steps: words [2, tokens / 2, 16 features, 2]; bytes [2, tokens / 4, 16 features, 4].
-        self.value_bytes = (2 if tiles is None else 1) * RUN_TOKENS * LANES
+        self.value_bytes = (2 if amx is None else 1) * RUN_TOKENS * LANES
         self.values = self._bytes(2 * self.value_bytes)
-        self.mix_sums = k.stack(I32V, 2 * 2 * padded if tiles is not None else 0)  # [2, R, 2, 16]
+        self.mix_sums = k.stack(I32V, 2 * 2 * padded if amx is not None else 0)  # [2, R, 2, 16]
         # Of each row in a run: its peak, the sum of its weights, and what multiplies the mix so far and its products.
         self.peaks, self.totals, self.shrinks, self.factors = (k.stack(F32V, self.row_vectors) for _ in range(4))
         self.section, self.whole = MixState(k, self.latent, rows), MixState(k, self.latent, rows)
@@ -123,8 +123,8 @@ class _Task:
         k, a = self.k, self.k.arg
         words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, self.rows, self.first_section, self.end_section, self.part = words
-        if self.tiles is not None:
-            self.tiles.configure(self._second_rows())
+        if self.amx is not None:
+            self.amx.configure(self._second_rows())
         with k.range(k.i64(0), self.rows) as r:
             token, head = self._row(r)
             position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
@@ -268,7 +268,7 @@ class _Task:
     def _padded(self, codes: Value) -> Value:
         """The codes of the shared key, with so many behind them as make a whole block of features."""
         k, shared = self.k, self.own_layout.head_dim - self.latent
-        if self.tiles is None or shared % BLOCK_BYTES == 0:
+        if self.amx is None or shared % BLOCK_BYTES == 0:
             return codes
         with k.range(k.i64(0), k.i64(shared * PAGE_TOKENS), 64) as at:
             self.shared.at(at).store(codes.at(at).load(I32V), 64)
@@ -283,7 +283,7 @@ class _Task:
         num_blocks = self.num_blocks - num_blocks if run else num_blocks
         for part in range(PAGE_TOKENS // STEP_TOKENS):
             codes, sums = page.at(4 * STEP_TOKENS * part), self._sums(run, part)
-            if self.tiles is not None:
+            if self.amx is not None:
                 self._multiply_query_tiles(codes, first, num_blocks, sums, later, part)
                 continue
             for rows in self._row_groups():
@@ -317,7 +317,7 @@ class _Task:
     def _multiply_query_tiles(
         self, codes: Value, first: int, num_blocks: int, sums: Value, later: Value, part: int
     ) -> None:
-        k, tiles = self.k, self.tiles
+        k, tiles = self.k, self.amx
         assert tiles is not None
         each = [(v, half) for v in range(self.row_vectors) for half in range(2)]
         for v, half in each:
@@ -381,7 +381,7 @@ class _Task:
                 totals.add(weight)
                 product = k.smaller(weight * self.steps.at(i * 4).load(F32V, 64), k.f32v(MOST_WEIGHT))
                 code = k.unary("rint", product).convert("fptosi", I32V).freeze()
-                if self.tiles is None:
+                if self.amx is None:
                     weights.at(i * 2).store(code.convert("trunc", WORDS), 2)
                 else:
                     for byte, part in enumerate((code >> 8, code)):
@@ -409,8 +409,8 @@ class _Task:
         """mixed = mixed * shrink + factor * (weights . latents), of a run's pages from `first` to `end`, 16 features a
         step."""
         k, steps = self.k, self.latent // LANES
-        if self.tiles is not None:
-            self._mix_by_tiles(self.tiles, first, end)
+        if self.amx is not None:
+            self._mix_by_tiles(self.amx, first, end)
             return
         with k.range(k.i64(0), k.i64(steps), 2) as step:
             for i in range(2):
@@ -437,7 +437,7 @@ class _Task:
         mixed = self.section.mixed.at(r * (4 * self.latent)).at(step * (4 * LANES))
         mixed.store(self.k.fma(products, factor, mixed.load(F32V, 64) * shrink), 64)
 
-    def _mix_by_tiles(self, tiles: Tiles, first: Value, end: Value) -> None:
+    def _mix_by_tiles(self, tiles: AmxTiles, first: Value, end: Value) -> None:
         """What a step multiplies was turned round in the last one, and its sums are read in the next: tiles cannot be
         read from what is still being written, and have others to wait for meanwhile."""
         k, steps = self.k, self.latent // LANES
@@ -461,7 +461,7 @@ class _Task:
         return self.mix_sums.at(buffer * (2 * self.row_vectors * LANES * 64))
 
     def _turn_run(self, first: Value, end: Value, step: Value, values: Value) -> None:
-        width = 2 if self.tiles is None else 1
+        width = 2 if self.amx is None else 1
         with self.k.range(first, end) as page:
             later = self.later.at(page * 8).load(PTR, 8).at(self.first_bytes)
             self._fetch(later, step, self.latent // LANES, self.coded.layer_bytes - self.first_bytes)
@@ -473,7 +473,7 @@ class _Task:
 
     def _turn_round(self, codes: Value, values: Value) -> None:
         """values = the codes of 16 features of a page, four tokens side by side, or as words two."""
-        k, octets, has_words = self.k, vector_of("i8", LANES), self.tiles is None
+        k, octets, has_words = self.k, vector_of("i8", LANES), self.amx is None
         tokens = 2 if has_words else 4
         # By four tokens, each part having four of their features.
         turned = [
@@ -493,7 +493,7 @@ class _Task:
                     bytes_ = k.shuffle(low, high, turned[32 * half : 32 * half + 32])
                     values.at(at * 8).at(8 * place + 64 * half).store(bytes_.convert("sext", vector_of("i16", 32)), 64)
 
-    def _multiply_weight_tiles(self, tiles: Tiles, first: Value, end: Value, buffer: Value) -> None:
+    def _multiply_weight_tiles(self, tiles: AmxTiles, first: Value, end: Value, buffer: Value) -> None:
         """mix_sums = all rows' weights times 16 features of the latents."""
         k, values, sums = self.k, self._values(buffer), self._mix_sums(buffer)
         count = -(-2 * self.R // LANES)
@@ -521,12 +521,9 @@ class _Task:
                 write_row(k, self.vectors, mixed, total, out, is_rotated=True)
             with k.when(is_whole ^ True):
                 part = a.parts.at((self.part + r) * (4 * part_floats(self.latent)))
-                with k.range(k.i64(0), k.i64(row_bytes), 64) as at:
-                    part.at(at).store(mixed.at(at).load(F32V, 64))
-                part.at(row_bytes).store(peak)
-                part.at(row_bytes + 4).store(total)
+                write_part(self.vectors, mixed, peak, total, part)
 
 
 @cache
-def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Native:
-    return compile_kernel(attention_source(isa, own, coded, rows, has_tiles=has_tiles), isa)
+def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Native:
+    return compile_kernel(attention_source(isa, own, coded, rows, has_amx=has_amx), isa)

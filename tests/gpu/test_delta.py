@@ -14,10 +14,10 @@ from localllm.engine.kernel_check import scope_of
 from localllm.kernels.gpu import check, check_delta, delta
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.delta import REPLAYED_ROWS, DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.sizes import Weights
-from localllm.kernels.state_shapes import STEP_ROWS, DeltaShape
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, DeltaShape
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint
@@ -66,7 +66,7 @@ class GpuLayer:
         segments = torch.tensor(words + [(0,) * 8] * nobodys)
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
         out = mixed if codes is None else codes
-        run_all(delta.mix(wide, gates, out, DeltaTables(segments, positions), self.weights, shape, place_of(shape)))
+        run_all(delta.mix(wide, gates, out, SegmentTables(segments, positions), self.weights, shape, place_of(shape)))
         assert mixed[T:].isnan().all()
         return [mixed[begin:end] for begin, end, *_ in words]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from localllm.kernels.gpu import check_mamba, mamba
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, Mamba2Shape, StatePlace
 from tests.test_mamba_rule import (
@@ -58,7 +58,7 @@ class GpuLayer:
         segments = torch.tensor(words + [(0,) * 8] * nobodys)
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
         place = StatePlace(LAYER * shape.state_bytes, LAYER * shape.snapshot_bytes)
-        run_all(mamba.mix(wide, steps, out, DeltaTables(segments, positions), self.weights, shape, place))
+        run_all(mamba.mix(wide, steps, out, SegmentTables(segments, positions), self.weights, shape, place))
         assert out[T:].isnan().all()
         return [out[begin:end] for begin, end, *_ in words]
 

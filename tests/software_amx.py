@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from localllm.kernels.cpu_amx import AmxTiles
 from localllm.kernels.cpu_ir import I32, I32V, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_matmul import SIGN_BITS
-from localllm.kernels.cpu_tiles import Tiles
 
 TILE_BYTES, ROW_BYTES, ROWS = 1024, 64, 16
 
 
-class SoftwareTiles(Tiles):
+class SoftwareAmx(AmxTiles):
     """All tiles have 16 rows, however few are asked for."""
 
     isa: Isa
