@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from localllm import Engine, Request, SamplingParams
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.engine.step_types import Chunk
-from localllm.kernels import kv_page, paged_attention
+from localllm.kernels import cpu_latent_int8, kv_page, paged_attention
+from localllm.kernels.cpu_amx import has_amx as cpu_has_amx
 from localllm.kernels.cpu_isa import Isa, host_isas
 from localllm.kernels.cpu_paged import AttentionRoom, LatentPlace, row_counts_of
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.sizes import KVShape
 from localllm.layers.native_attention import attention_tables
 from localllm.layers.segment import Segment
@@ -29,6 +30,8 @@ from localllm.settings import EngineConfig
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
 from tests.kv_support import filled, random
+from tests.software_amx import SoftwareAmx
+from tests.thinning import thinned
 
 HOST = torch.device("cpu")
 SCALE = 0.05
@@ -75,10 +78,17 @@ def native(
     return out.view(T, H, latent)
 
 
-@every_isa
-@every_format
-@pytest.mark.parametrize(("shape", "parts"), [*zip(SHAPES * 2, SEGMENTS, strict=False)], ids=str)
-def test_the_kernels_write_and_attend_as_torch_does(isa: Isa, kv_format: KVFormat, shape: Any, parts: Any) -> None:
+@pytest.mark.parametrize(
+    ("isa", "kv_format", "case"),
+    thinned(
+        [*product(host_isas(), KV_FORMATS.values(), zip(SHAPES * 2, SEGMENTS, strict=False))],
+        # Another set of instructions is compiled for ten seconds a case.
+        lambda case: case[0] == host_isas()[0] or case[2][1] in SEGMENTS[:2],
+    ),
+    ids=lambda each: getattr(each, "name", str(each)),
+)
+def test_the_kernels_write_and_attend_as_torch_does(isa: Isa, kv_format: KVFormat, case: Any) -> None:
+    shape, parts = case
     H, latent, shared = shape
     segments, T = placed(kv_format, shape, parts), sum(new for _, new in parts)
     queries, keys = random(T, H, latent + shared), random(T, 1, latent + shared, seed=1)
@@ -115,17 +125,35 @@ def test_neither_threads_nor_what_is_beside_it_change_a_bit(isa: Isa, kv_format:
                 assert torch.equal(native(isa, [one], queries[rows], keys[rows], 96, threads), whole[rows])
 
 
-@pytest.mark.skipif(not has_tiles(), reason="this CPU has no AMX")
+@pytest.fixture(params=["software", "amx"])
+def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What has tiles takes the CPU's, or those that other instructions make, which every CPU with AVX-512 has."""
+    if request.param == "amx" and not cpu_has_amx():
+        pytest.skip("this CPU has no AMX")
+    if not host_isas()[0].can_have_amx:
+        pytest.skip("this CPU has no AVX-512 with products of bytes")
+    if request.param == "software":
+        monkeypatch.setattr(SoftwareAmx, "isa", host_isas()[0], raising=False)
+        monkeypatch.setattr(cpu_latent_int8, "AmxTiles", SoftwareAmx)
+    cpu_latent_int8.attention.cache_clear()
+    yield
+    cpu_latent_int8.attention.cache_clear()
+
+
+@pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_tiles_give_the_bits_of_dot_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for shape in SHAPES:
-        H, latent, shared = shape
-        segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
-        queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
-        with_tiles = native(host_isas()[0], segments, queries, keys, latent)
-        monkeypatch.setattr("localllm.kernels.cpu_paged.has_tiles", lambda: False)
-        assert torch.equal(native(host_isas()[0], segments, queries, keys, latent), with_tiles)
-        monkeypatch.undo()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_give_the_bits_of_dot_products(
+    name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    H, latent, shared = shape
+    segments = placed(KV_FORMATS[name], shape, [(1100, 5), (70, 1)])
+    queries, keys = random(6, H, latent + shared), random(6, 1, latent + shared, seed=1)
+    found = []
+    for has_amx in (True, False):
+        monkeypatch.setattr("localllm.kernels.cpu_paged.has_amx", lambda has_amx=has_amx: has_amx)
+        found.append(native(host_isas()[0], segments, queries, keys, latent))
+    assert torch.equal(*found)
 
 
 @every_isa
@@ -238,3 +266,10 @@ def test_a_token_takes_its_latent_and_the_shared_key_once(kv: str) -> None:
     shapes = [KVShape(1, 512 + 64, 512)] * 47
     features = {"bf16": 2 * 576, "int8": 576 + 2, "k8v4": 576 + 2, "int4": 576 // 2 + 2}
     assert KV_FORMATS[kv].sizes(shapes, 2).per_token == 47 * features[kv]
+
+
+def test_a_latent_that_groups_do_not_divide_has_dense_pages_alone() -> None:
+    shape = KVShape(1, 48 + 16, 48)
+    assert not shape.can_be_coded and kv_page.layout_of(shape, "dense", "dense", torch.float32).is_dense
+    with pytest.raises(AssertionError, match="keeps dense pages"):
+        kv_page.layout_of(shape, "int8", "int8", torch.float32)

@@ -22,7 +22,7 @@ from localllm.kernels.cpu_shift import shift, shift_source
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.rwkv7 import TimeMixWeights, before, gated_values, mix_channels, mix_time
+from localllm.kernels.rwkv7 import TimeMixWeights, before, gated_values, mix_time
 from localllm.kernels.state_shapes import RWKV7_KEPT, RWKV7_PROJECTED, STEP_ROWS, Rwkv7Shape, ShiftShape, StatePlace
 
 SHAPES = [Rwkv7Shape(4, 16), Rwkv7Shape(2, 64), Rwkv7Shape(3, 24)]
@@ -104,10 +104,10 @@ def test_a_channel_mix_sees_the_token_before_it_whatever_was_rejected() -> None:
     snapshot = torch.empty(shape.snapshot_bytes, dtype=torch.uint8)
     expected = torch.cat((torch.zeros(1, 24), x[:-1]))
     for begin, end in ((0, 70), (70, 75), (75, 76), (76, 92), (92, 100)):
-        mix_channels(StateRows(state, torch.randn(16, 24), begin, begin))
+        StateRows(state, torch.randn(16, 24), begin, begin).keep()
         assert torch.equal(before(state, x[begin:end], begin), expected[begin:end])
         committed = end if end - begin > STEP_ROWS else begin
-        mix_channels(StateRows(state, x[begin:end], begin, committed, {64: snapshot} if begin == 0 else {}))
+        StateRows(state, x[begin:end], begin, committed, {64: snapshot} if begin == 0 else {}).keep()
     state.read_snapshot(snapshot, 64)
     assert torch.equal(before(state, x[64:], 64), expected[64:])
 
@@ -246,6 +246,17 @@ def test_the_kernel_computes_what_the_reference_does(shape: Rwkv7Shape, isa: Isa
 
 
 @native
+def test_a_later_batch_of_a_forward_leaves_a_snapshot_as_it_is() -> None:
+    shape = NATIVE_SHAPES[0]
+    for layer in (native_layer(shape, HOST_ISAS[0]), ReferenceLayer(shape, is_first=False)):
+        sequence, snapshot = Sequence(shape), new_snapshot(shape)
+        layer.run([sequence.rows(90, snapshots={64: snapshot})])
+        taken = snapshot.clone()
+        layer.run([sequence.rows(130, snapshots={64: snapshot})])
+        assert torch.equal(snapshot, taken)
+
+
+@native
 @every_isa
 def test_every_instruction_set_gives_the_same_bits(isa: Isa) -> None:
     for shape in NATIVE_SHAPES:
@@ -376,14 +387,14 @@ def test_a_shift_reads_the_token_before_and_keeps_what_a_channel_mix_does(isa: I
     states = [torch.zeros(2, shape.state_bytes, dtype=torch.uint8) for _ in range(2)]
     snapshots = [torch.zeros(2, shape.snapshot_bytes, dtype=torch.uint8) for _ in range(2)]
     expected = x + mixes * (torch.cat((torch.zeros(1, 48), x[:-1])) - x)
-    for begin, end in ((0, 70), (70, 75), (75, 76), (76, 92), (92, 100)):
+    for begin, end in ((0, 84), (84, 89), (89, 90), (90, 99), (99, 100)):
         committed = end if end - begin > STEP_ROWS else begin
-        source, due = x[begin:end].contiguous(), () if begin else ((64, snapshots[0].data_ptr()),)
+        source, due = x[begin:end].contiguous(), ((64, snapshots[0].data_ptr()),)
         tables.place([PlacedStates(0, end - begin, begin, committed, states[0].data_ptr(), due)])
         words = {"plane": 0, "stride": 0, "state": place.state, "snapshot": place.snapshot, **tables.words}
         Tape([shift(isa, shape, 48, 1, keeps=True).step(x=source, mixes=mixes, y=y, kept=0, **words)]).run()
         torch.testing.assert_close(y[: end - begin], expected[begin:end], rtol=1e-6, atol=1e-6)
         state = LayerState(shape, states[1][LAYER])
-        mix_channels(StateRows(state, source, begin, committed, {64: snapshots[1][LAYER]} if begin == 0 else {}))
+        StateRows(state, source, begin, committed, {64: snapshots[1][LAYER]}).keep()
     assert torch.equal(snapshots[0], snapshots[1])
     assert torch.equal(*(LayerState(shape, each[LAYER]).rows(84, 100) for each in states)) and not states[0][0].any()

@@ -57,7 +57,6 @@ from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
 from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, MAMBAS, ROUTERS, weights_of
 from localllm.kernels.gpu.check_latent import LatentHeads
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
 from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
@@ -65,6 +64,7 @@ from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
@@ -274,7 +274,7 @@ def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], Non
     """Yield the launches of a layer of Gated DeltaNet, ending in floats and in codes for matrices in these groups, and
     behind a product of the library's."""
     rows, heads = 2, shape.value_heads
-    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    tables = SegmentTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
     vectors = _empty((heads,)), _empty((heads,)), _empty((shape.value_dim,))
     weights = DeltaWeights(_empty((shape.conv_width, shape.channels)), *vectors)
     wide, gates = _empty((rows, shape.channels + shape.value_features)), _empty((rows, 2 * heads))
@@ -291,7 +291,7 @@ def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], Non
 def convs(shape: ConvShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
     """Yield the launches of a short convolution, with a bias and without one, as `deltas` does."""
     rows, bias = 2, _empty((shape.channels,))
-    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    tables = SegmentTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
     weights = ConvWeights(_empty((shape.conv_width, shape.channels)))
     wide, floats = _empty((rows, 3 * shape.channels)), _empty((rows, shape.channels))
     place, block = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes), short_conv.block_of(shape)
@@ -304,7 +304,7 @@ def convs(shape: ConvShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)
 def mambas(shape: Mamba2Shape, has_norm: bool = True, is_gated: bool = True) -> Iterator[KernelLaunch]:
     """Yield the launches of a layer of Mamba 2, behind a product of ours and behind one of the library's."""
     rows, heads = 2, shape.num_heads
-    tables = DeltaTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    tables = SegmentTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
     a_log, dt_bias, d = (_empty((heads,)) for _ in range(3))
     conv, conv_bias = _empty((shape.conv_width, shape.channels)), _empty((shape.channels,))
     norm = _empty((shape.features,)) if has_norm else None

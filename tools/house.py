@@ -24,7 +24,7 @@ from localllm.offload.planner.profile import FormatRates, Profile, keep, machine
 ROOT = Path(__file__).parent.parent
 PACKAGE = "localllm"
 LIMITS = {
-    "longest function": 60,
+    "longest function": 56,
     "functions over 60 lines": 0,
     "circles of imports": 0,
     "repeated class names": 0,

@@ -369,10 +369,7 @@ class _Task:
             with k.when((k.i64(r).compare("ult", self.rows)) & self.part.compare("sge", 0)):
                 row = self.kv_head * a.shape.at(8).load(I64, 8) + self.part + r
                 part = a.parts.at(row * (4 * part_floats(self.D)))
-                for i in range(self.vectors):
-                    part.at(64 * i).store(mixed.at(64 * i).load(F32V, 64))
-                part.at(64 * self.vectors).store(peak)
-                part.at(64 * self.vectors + 4).store(total)
+                write_part(self.vectors, mixed, peak, total, part)
 
     def _each_kind(self, page: Value) -> Iterator[tuple[HeadPlan, Value]]:
         """Yield once for each kind of page that this one may be, with the address of its head: the body is written
@@ -444,6 +441,14 @@ def write_row(k: Kernel, vectors: int, mixed: Value, total: Value, out: Value, *
     row = [mixed.at(64 * i).load(F32V) * inverse for i in range(vectors)]
     for i, vector in enumerate(cpu_kv.rotated(k, row) if is_rotated else row):
         out.at(64 * i).store(vector)
+
+
+def write_part(vectors: int, mixed: Value, peak: Value, total: Value, part: Value) -> None:
+    """Write a row's share of the keys for `combine_source`: see `part_floats`."""
+    for i in range(vectors):
+        part.at(64 * i).store(mixed.at(64 * i).load(F32V, 64))
+    part.at(64 * vectors).store(peak)
+    part.at(64 * vectors + 4).store(total)
 
 
 @cache

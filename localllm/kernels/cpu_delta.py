@@ -129,50 +129,31 @@ class _Prepared(Prepared[DeltaShape]):
         self._keep(first, [channel], dim, head)
 
     def _head_gates(self, position: Value) -> list[tuple[Value, int]]:
-        """What heads have one gate each of: pointers to them, and where they are kept."""
-        betas = self._raw_gates(position), self._gates_begin
+        betas = super()._head_gates(position)
         if self.shape.decays == "key":
-            return [betas]
-        return [betas, (self._raw_decays(position), self._decays_begin)]
+            return betas
+        return [*betas, (self._raw_decays(position), self._decays_begin)]
 
     def _gates(self, head: Value, first: Value) -> None:
-        """Write beta of each token, and the decay where a head has one, computed for 16 tokens at once."""
-        k, segment, a = self.k, self.segment, self.k.arg
+        """Write beta of each token, and the decay where a head has one."""
+        k, a = self.k, self.k.arg
         beta_scale = a.beta_scale.convert("trunc", I32).convert("bitcast", F32).splat()
-        lanes = [k.stack(F32V) for _ in range(1 if self.shape.decays == "key" else 2)]
-        for each in lanes:
-            each.store(k.f32v(0), 64)
-        if len(lanes) > 1:
-            rate = cpu_math.exp(k, a.a_log.at(head * 4).load(F32).splat())
-            dt_bias = a.dt_bias.at(head * 4).load(F32).splat()
-        with k.range(first, segment.end, LANES) as block:
-            count = k.smaller(segment.end - block, k.i64(LANES))
-            with k.range(k.i64(0), count, rolled=True) as i:
-                for each, (raw, _) in zip(lanes, self._head_gates(block + i), strict=True):
-                    each.at(i * 4).store(raw.at(head * 4).load(F32))
-            lanes[0].store(cpu_math.sigmoid(k, lanes[0].load(F32V, 64)) * beta_scale, 64)
-            if len(lanes) > 1:
-                steps = softplus(k, lanes[1].load(F32V, 64) + dt_bias)
-                lanes[1].store(cpu_math.exp(k, k.f32v(0) - rate * steps), 64)
-            with k.range(k.i64(0), count, rolled=True) as i:
-                row = segment.values(head, block + i).at(4 * self.shape.value_dim)
-                for n, each in enumerate(lanes):
-                    row.at(4 * n).store(each.at(i * 4).load(F32))
+        rate = cpu_math.exp(k, a.a_log.at(head * 4).load(F32).splat())
+        dt_bias = a.dt_bias.at(head * 4).load(F32).splat()
 
-    def _raw_gates(self, position: Value) -> Value:
-        own = self.k.arg.gates.at(self.segment.batch_row(position) * self.k.arg.gates_stride * 4)
-        return self._old_or(position, own, self._gates_begin)
+        def make(b: Value, *decays: Value) -> list[Value]:
+            beta = cpu_math.sigmoid(k, b) * beta_scale
+            return [beta, *(cpu_math.exp(k, k.f32v(0) - rate * softplus(k, raw + dt_bias)) for raw in decays)]
+
+        self._make_gates(head, first, 1 if self.shape.decays == "key" else 2, make)
 
     def _raw_decays(self, position: Value) -> Value:
         own = self.k.arg.decays.at(self.segment.batch_row(position) * self.k.arg.decays_stride * 4)
         return self._old_or(position, own, self._decays_begin)
 
     def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
-        super()._copy(position, target, channels, features, None)
-        if head is not None:
-            for raw, begin in self._head_gates(position):
-                target.at(begin).at(head * 4).store(raw.at(head * 4).load(F32))
-        elif self.shape.decays == "key":  # which lie like queries
+        super()._copy(position, target, channels, features, head)
+        if head is None and self.shape.decays == "key":  # which lie like queries
             source, into = self._raw_decays(position), target.at(self._decays_begin)
             with self.k.range(channels[0], channels[0] + 4 * features, 4 * LANES) as at:
                 into.at(at).store(source.at(at).load(F32V))

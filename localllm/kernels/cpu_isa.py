@@ -26,8 +26,8 @@ class Isa:
     max_rows: int
 
     @property
-    def can_have_tiles(self) -> bool:
-        """Return whether kernels may use `cpu_tiles`, if this CPU has them."""
+    def can_have_amx(self) -> bool:
+        """Return whether kernels may use `cpu_amx`, if this CPU has AMX."""
         return self.name == "avx512-vnni"
 
     @property
@@ -92,6 +92,13 @@ class Isa:
         lanes = 4 if self.machine == "aarch64" else 8
         operands = [_parts(kernel, value, lanes) for value in (total, unsigned, signed)]
         return _joined(kernel, [self._narrow_dot(kernel, *part) for part in zip(*operands, strict=True)])
+
+    def dot_words(self, kernel: Kernel, total: Value, words: Value, others: Value) -> Value:
+        """total + the dot products of two words with signs a lane, all <16 x i32>, where `multiplies_whole_bytes`."""
+        if self.name == "avx512-vnni":
+            return kernel.call(I32V, "llvm.x86.avx512.vpdpwssd.512", total, words, others)
+        operands = zip(*(_parts(kernel, value, 8) for value in (total, words, others)), strict=True)
+        return _joined(kernel, [kernel.call(part[0].kind, "llvm.x86.avx512.vpdpwssd.256", *part) for part in operands])
 
     def _narrow_dot(self, kernel: Kernel, total: Value, unsigned: Value, signed: Value) -> Value:
         if self.name == "avx-vnni":

@@ -6,7 +6,7 @@ need no sums over lanes. A page is brought into fp32 once a task, token by token
 all rows. Softmax is merged from page to page (arXiv:2205.14135) and from section to section as in `cpu_attention`, for
 the same reason: a token's attention does not depend on what is computed beside it, nor on the number of threads.
 
-`tokens`, `tasks` and `parts` are those of `cpu_attention`; a query reads its own page dense, as there.
+`tokens`, `tasks` and `parts` are those of `cpu_attention`; the layouts `own` and `coded`: see `LatentLayout`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from localllm.kernels import cpu_kv, cpu_math
-from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, part_floats
+from localllm.kernels.cpu_attention import NOTHING, SECTION_PAGES, part_floats, write_part, write_row
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
@@ -25,10 +25,10 @@ from localllm.kernels.cpu_rope import TOKEN_BYTES, rotated_features
 from localllm.kernels.kv_page import INT4_ZERO, LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-ROWS = (16, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
+ROWS = (16, 20, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
 
 
-def place_source(dense: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Kernel:
+def place_source(own: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Kernel:
     """Rotate queries in place, and write latents with their keys into the pages.
 
     turning: fp32, of each token the features of all query heads that rotate, `stride` floats behind those of the last
@@ -36,7 +36,7 @@ def place_source(dense: LatentLayout, coded: LatentLayout | None, rotary_dim: in
     fp32 [T, rotary_dim] from a `Rotary`; rotary_dim is 0 where nothing turns, or has done so. eps: the bits of a float.
     tokens, shape: as in `cpu_rope`. Threads share out the heads of all tokens, the key being one.
     """
-    shared, latent = dense.head_dim - dense.latent_dim, dense.latent_dim
+    shared, latent = own.head_dim - own.latent_dim, own.latent_dim
     assert rotary_dim % (2 * LANES) == 0 == shared % LANES == latent % LANES
     k = Kernel("place_latents", "turning latents norm cos sin tokens shape | stride latent_stride heads layer eps")
     a = k.arg
@@ -56,7 +56,7 @@ def place_source(dense: LatentLayout, coded: LatentLayout | None, rotary_dim: in
                 inverse = inverse_rms(k, x, k.i64(latent)).splat()
                 vectors = [vector * inverse * a.norm.at(64 * i).load(F32V) for i, vector in enumerate(vectors)]
             key = rotated_features(k, key, token, rotary_dim) if rotary_dim else key
-            _store(k, dense, coded, a.tokens.at(token * TOKEN_BYTES), [*vectors, *key])
+            _store(k, own, coded, a.tokens.at(token * TOKEN_BYTES), [*vectors, *key])
     return k
 
 
@@ -64,12 +64,12 @@ def _vectors(x: Value, features: int) -> list[Value]:
     return [x.at(64 * i).load(F32V) for i in range(features // LANES)]
 
 
-def _store(k: Kernel, dense: LatentLayout, coded: LatentLayout | None, token: Value, vectors: list[Value]) -> None:
+def _store(k: Kernel, own: LatentLayout, coded: LatentLayout | None, token: Value, vectors: list[Value]) -> None:
     """Write a token's features into its own page, and into the coded one, if there is one."""
     layer = k.arg.layer
-    own, position = token.at(8).load(PTR, 8), token.at(24).load(I64, 8)
+    own_page, position = token.at(8).load(PTR, 8), token.at(24).load(I64, 8)
     turned = vectors if coded is None else cpu_kv.rotated(k, vectors)
-    _store_in(k, dense, own.at(layer * token.at(16).load(I64, 8)), position % PAGE_TOKENS, turned)
+    _store_in(k, own, own_page.at(layer * token.at(16).load(I64, 8)), position % PAGE_TOKENS, turned)
     if coded is None:
         return
     with k.when(position.compare("uge", PAGE_TOKENS)):  # a sequence's first page is kept as its own
@@ -98,14 +98,14 @@ def _store_in(k: Kernel, layout: LatentLayout, part: Value, slot: Value, vectors
         first += len(own_vectors)
 
 
-def attention_source(isa: Isa, dense: LatentLayout, coded: LatentLayout | None, rows: int) -> Kernel:
+def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout | None, rows: int) -> Kernel:
     """absorbed fp32 [T, group * latent_dim] and turning, fp32 of `stride` floats a token: the two parts of the queries;
     out fp32 [T, group * latent_dim]. group: heads of queries. scale: the bits of a float. rows: of a task, see ROWS.
     window, parts, tasks, tokens, shape: as in `cpu_attention`.
     """
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
-    task = _Task(k, isa, dense, coded, -(-rows // LANES))
+    task = _Task(k, isa, own, coded, -(-rows // LANES))
     # Dealt out one by one: the later a token, the more keys it sees.
     with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
@@ -161,9 +161,9 @@ class _State:
 class _Task:
     """The rows of one task, and the stages that their keys go through, a page at a time."""
 
-    def __init__(self, k: Kernel, isa: Isa, dense: LatentLayout, coded: LatentLayout | None, vectors: int) -> None:
-        self.k, self.V, self.dense, self.coded = k, vectors, dense, coded
-        self.D, self.latent = dense.head_dim, dense.latent_dim
+    def __init__(self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout | None, vectors: int) -> None:
+        self.k, self.V, self.own_layout, self.coded = k, vectors, own, coded
+        self.D, self.latent = own.head_dim, own.latent_dim
         self.at_once = max(1, isa.sums // vectors)  # tokens or features, whose sums stay in registers
         self.queries = k.stack(F32V, self.D * vectors)
         self.keys = k.stack(F32, PAGE_TOKENS * self.D)
@@ -220,14 +220,14 @@ class _Task:
         """Bring the first `count` tokens of a page into `keys`, fp32 [64, D]."""
         k, address = self.k, self.pages.at(page * 8).load(PTR, 8)
         is_own = page.compare("eq", self.own_page)
-        kept = is_own.choose(self.own, address.at(k.arg.layer * self.dense.layer_bytes))
+        kept = is_own.choose(self.own, address.at(k.arg.layer * self.own_layout.layer_bytes))
         later = self.pages.at(k.smaller(page + 1, self.own_page) * 8).load(PTR, 8)
-        if self.coded is None or self.coded == self.dense:
-            self._unpack(self.dense, kept, count, later)
+        if self.coded is None or self.coded == self.own_layout:
+            self._unpack(self.own_layout, kept, count, later)
             return
         is_kept = is_own | page.compare("eq", 0)
         with k.when(is_kept):
-            self._unpack(self.dense, kept, count, later)
+            self._unpack(self.own_layout, kept, count, later)
         with k.when(is_kept ^ True):
             self._unpack(self.coded, address.at(k.arg.layer * self.coded.layer_bytes), count, later)
 
@@ -240,7 +240,7 @@ class _Task:
 
     def _unpack_dense(self, part: Value, count: Value) -> None:
         k = self.k
-        is_float = self.dense.dtype is torch.float32
+        is_float = self.own_layout.dtype is torch.float32
         with k.range(k.i64(0), count * self.D, LANES) as i:
             if is_float:
                 vector = part.at(i * 4).load(F32V)
@@ -355,26 +355,18 @@ class _Task:
             token, head = self._row(r)
             peak, total = state.peaks.at(r * 4).load(F32), state.totals.at(r * 4).load(F32)
             with k.when(is_whole):
-                inverse = (k.constant(F32, 1.0) / total).splat()
                 out = a.out.at((token * a.group + head) * (4 * latent))
-                step = GROUP if self.coded is not None else LANES
-                with k.range(k.i64(0), k.i64(4 * latent), 4 * step) as at:
-                    vectors = [self.row.at(at).at(64 * i).load(F32V, 64) * inverse for i in range(step // LANES)]
-                    for i, vector in enumerate(vectors if self.coded is None else cpu_kv.rotated(k, vectors)):
-                        out.at(at).at(64 * i).store(vector)
+                write_row(k, latent // LANES, self.row, total, out, is_rotated=self.coded is not None)
             with k.when(is_whole ^ True):
                 part = a.parts.at((self.part + r) * (4 * part_floats(latent)))
-                with k.range(k.i64(0), k.i64(4 * latent), 4 * LANES) as at:
-                    part.at(at).store(self.row.at(at).load(F32V, 64))
-                part.at(4 * latent).store(peak)
-                part.at(4 * latent + 4).store(total)
+                write_part(latent // LANES, self.row, peak, total, part)
 
 
 @cache
-def place(isa: Isa, dense: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Native:
-    return compile_kernel(place_source(dense, coded, rotary_dim, has_norm=has_norm), isa)
+def place(isa: Isa, own: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Native:
+    return compile_kernel(place_source(own, coded, rotary_dim, has_norm=has_norm), isa)
 
 
 @cache
-def attention(isa: Isa, dense: LatentLayout, coded: LatentLayout | None, rows: int) -> Native:
-    return compile_kernel(attention_source(isa, dense, coded, rows), isa)
+def attention(isa: Isa, own: LatentLayout, coded: LatentLayout | None, rows: int) -> Native:
+    return compile_kernel(attention_source(isa, own, coded, rows), isa)

@@ -2,22 +2,23 @@
 
 A row is one query head of one token. Its query is INT8, one scale for what meets the latents and one for what meets the
 shared key; so are a token's codes, so that a score is two whole numbers and their scales. A weight, times the scale of
-the latent that it multiplies, becomes 16 bits in two bytes: in one, all that a token gets beside one that takes half of
-the attention would be rounded away. Pages are read as they are; of INT4 ones twice a code less 15 is a byte. Products
-of weights need four tokens side by side, not four features: latents are turned round on their way, 16 features of a
-run of pages at a time.
+the latent that it multiplies, becomes 15 bits: in one byte, all that a token gets beside one that takes half of the
+attention would be rounded away. Pages are read as they are; of INT4 ones twice a code less 15 is a byte. Products of
+weights need tokens side by side, not features: latents are turned round on their way, 16 features of a run of pages at
+a time.
 
-Where a CPU has tiles (AMX), one instruction multiplies 16 rows with 16 tokens or features, 64 bytes each. It gives the
-same whole numbers as dot products of four bytes, and so the same bits.
+Where a CPU has tiles (AMX), one instruction multiplies 16 rows with 16 tokens or features, 64 bytes each; a weight is
+two bytes there. Elsewhere weights and latents are multiplied as words: as many products an instruction as of two bytes
+each, and half the sums. Both give the same whole numbers, and so the same bits.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
+from localllm.kernels.cpu_amx import AmxTiles
 from localllm.kernels.cpu_attention import (
     NOTHING,
     RUN_PAGES,
@@ -25,6 +26,7 @@ from localllm.kernels.cpu_attention import (
     MixState,
     part_floats,
     runs,
+    write_part,
     write_row,
 )
 from localllm.kernels.cpu_ir import F32, F32V, I32, I32V, I64, LANES, PTR, Kernel, Value, vector_of
@@ -33,26 +35,25 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_matmul import SIGN_BITS
 from localllm.kernels.cpu_quantize import int8_scales
 from localllm.kernels.cpu_rope import TOKEN_BYTES
-from localllm.kernels.cpu_tiles import Tiles
 from localllm.kernels.kv_page import LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
 RUN_TOKENS = RUN_PAGES * PAGE_TOKENS  # whose weights share a peak, and whose products are added up as whole numbers
 STEP_TOKENS = 2 * LANES  # that all rows' queries are multiplied with at once
-BLOCK_BYTES = 64  # of a row that one product of tiles takes
+BLOCK_BYTES = 64  # of a row that one product of AMX tiles takes
 NIBBLES = 0x0F0F0F0F
-MOST_WEIGHT = 65535.0
+WORDS = vector_of("i16")
+MOST_WEIGHT = 32767.0  # so that the products of a run fit into 32 bits
 # The bits of a float, as a number, are its logarithm but for 0.086 at most: what makes them an upper bound of it.
 LOG_STEP = math.log(2) / (1 << 23)
 LOG_BIAS = (0.0861 - 127) * math.log(2)
 
 
-def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Kernel:
-    """Words, rows: as `cpu_latent.attention_source`. own: of the page with a token's own position, and of a sequence's
-    first; INT8."""
+def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Kernel:
+    """Words, rows: as `cpu_latent.attention_source`. own, coded: see `LatentLayout`."""
     k = Kernel("latent_attention", "absorbed turning out tasks tokens parts shape | group stride layer window scale")
     a = k.arg
-    task = _Task(k, isa, own, coded, rows, Tiles(k) if has_tiles else None)
+    task = _Task(k, isa, own, coded, rows, AmxTiles(k) if has_amx else None)
     with k.range(k.i64(0), (a.shape.load(I64, 8) + k.threads - 1 - k.thread) / k.threads) as turn:
         # Dealt out one by one: the later a token, the more keys it sees.
         task.start(a.tasks.at((turn * k.threads + k.thread) * (8 * len(TASK_WORDS))))
@@ -66,8 +67,8 @@ def attention_source(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int
                 task.mix(first_page - run_page, end_page - run_page)
             task.whole.merge(task.section)
         task.finish()
-    if task.tiles is not None:
-        task.tiles.release()
+    if task.amx is not None:
+        task.amx.release()
     return k
 
 
@@ -75,13 +76,13 @@ class _Task:
     """The rows of one task, and the stages that their keys go through, a run of pages at a time."""
 
     def __init__(
-        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, tiles: Tiles | None
+        self, k: Kernel, isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, amx: AmxTiles | None
     ) -> None:
-        self.k, self.isa, self.own_layout, self.coded, self.R, self.tiles = k, isa, own, coded, rows, tiles
+        self.k, self.isa, self.own_layout, self.coded, self.R, self.amx = k, isa, own, coded, rows, amx
         self.latent, self.vectors = own.latent_dim, own.latent_dim // LANES
         self.row_vectors = -(-rows // LANES)
         padded = self.row_vectors * LANES
-        # Of features that share a scale, in blocks of bytes that one product of tiles takes.
+        # Of features that share a scale, in blocks of bytes that one product of AMX tiles takes.
         self.latent_blocks, shared_blocks = (-(-features // BLOCK_BYTES) for features in own.runs)
         self.num_blocks = self.latent_blocks + shared_blocks
         self.queries = self._bytes(self.num_blocks * padded * BLOCK_BYTES)  # [blocks, R, 64], zeros where a block ends
@@ -91,6 +92,8 @@ class _Task:
         self.query = k.stack(F32, own.head_dim)
         self.codes = k.stack(PTR, RUN_PAGES)  # of each page of a run, bytes [D / 4, 64, 4]
         self.later = k.stack(PTR, RUN_PAGES)  # the pages that will be read in their places
+        # Of a later page, what is fetched while scores are computed, the rest while values are mixed.
+        self.first_bytes = coded.layer_bytes // 128 * 64
         self.unpacked_bytes = own.head_dim * PAGE_TOKENS  # of an INT4 page
         self.unpacked = self._bytes(RUN_PAGES * self.unpacked_bytes if coded.keys == "int4" else 0)
         self.scales = k.stack(F32V, 2 * PAGE_TOKENS // LANES)  # [2, tokens of a page]
@@ -99,9 +102,12 @@ class _Task:
         self.score_sums = k.stack(I32V, 4 * padded * STEP_TOKENS // LANES)  # [2 runs, 2 halves, R, 32]
         self.scores = k.stack(F32V, rows * RUN_TOKENS // LANES)  # [R, tokens of a run]
         self.highest = k.stack(F32V, rows)  # of the scores that a lane has had in this run, and their bounds
-        self.weights = self._bytes(2 * padded * RUN_TOKENS)  # [R, 2, tokens of a run], the high byte first
-        self.values = self._bytes(2 * RUN_TOKENS * LANES)  # [2, tokens / 4, 16 features, 4]
-        self.mix_sums = k.stack(I32V, 2 * 2 * padded)  # [2, R, 2, 16]
+        # Words [R, tokens of a run]; for tiles bytes [R, 2, tokens of a run], the high one first.
+        self.weights = self._bytes(2 * padded * RUN_TOKENS)
+        # Of two steps: words [2, tokens / 2, 16 features, 2]; bytes [2, tokens / 4, 16 features, 4].
+        self.value_bytes = (2 if amx is None else 1) * RUN_TOKENS * LANES
+        self.values = self._bytes(2 * self.value_bytes)
+        self.mix_sums = k.stack(I32V, 2 * 2 * padded if amx is not None else 0)  # [2, R, 2, 16]
         # Of each row in a run: its peak, the sum of its weights, and what multiplies the mix so far and its products.
         self.peaks, self.totals, self.shrinks, self.factors = (k.stack(F32V, self.row_vectors) for _ in range(4))
         self.section, self.whole = MixState(k, self.latent, rows), MixState(k, self.latent, rows)
@@ -117,8 +123,8 @@ class _Task:
         k, a = self.k, self.k.arg
         words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, self.rows, self.first_section, self.end_section, self.part = words
-        if self.tiles is not None:
-            self.tiles.configure(self._second_rows())
+        if self.amx is not None:
+            self.amx.configure(self._second_rows())
         with k.range(k.i64(0), self.rows) as r:
             token, head = self._row(r)
             position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
@@ -222,9 +228,8 @@ class _Task:
         is_whole = page.compare("uge", self.whole_from) & page.compare("ult", self.whole_to)
         later = self._later(page)
         self.later.at(number * 8).store(later, 8)
-        for half in range(2):
-            for run, part in enumerate(parts):
-                self._multiply_queries(part, run, half, later)
+        for run, part in enumerate(parts):
+            self._multiply_queries(part, run, later)
         with k.when(is_whole):
             self._scale_scores(first)
         with k.when(is_whole ^ True):
@@ -239,14 +244,11 @@ class _Task:
         address: Value = self.pages.at(k.smaller(later, self.own_page) * 8).load(PTR, 8)
         return address.at(k.arg.layer * self.coded.layer_bytes)
 
-    def _fetch(self, page: Value, part: int, step: Value, steps: int) -> None:
-        """Fetch what one step of a stage has of this page: of its first part while scores are computed, of the second
-        while values are mixed."""
-        first = self.coded.layer_bytes // 128 * 64
-        begin, count = (0, first) if part == 0 else (first, self.coded.layer_bytes - first)
+    def _fetch(self, part: Value, step: Value, steps: int, count: int) -> None:
+        """Fetch what one of these steps has of a part of so many bytes."""
         lines = -(-count // (64 * steps))
         for line in range(lines):
-            self.k.prefetch(page.at(begin + 64 * line).at(step * (64 * lines)), 2)
+            self.k.prefetch(part.at(64 * line).at(step * (64 * lines)), 2)
 
     def _take_scales(self, scales: Value, first: Value, factor: float) -> None:
         """Read the scales of a page. first: of its tokens in the run, in bytes of floats."""
@@ -266,7 +268,7 @@ class _Task:
     def _padded(self, codes: Value) -> Value:
         """The codes of the shared key, with so many behind them as make a whole block of features."""
         k, shared = self.k, self.own_layout.head_dim - self.latent
-        if self.tiles is None or shared % BLOCK_BYTES == 0:
+        if self.amx is None or shared % BLOCK_BYTES == 0:
             return codes
         with k.range(k.i64(0), k.i64(shared * PAGE_TOKENS), 64) as at:
             self.shared.at(at).store(codes.at(at).load(I32V), 64)
@@ -275,37 +277,47 @@ class _Task:
     def _sums(self, run: int, part: int) -> Value:
         return self.score_sums.at((2 * run + part) * self.row_vectors * LANES * STEP_TOKENS * 4)
 
-    def _multiply_queries(self, page: Value, run: int, part: int, later: Value) -> None:
-        """score_sums[run, part] = all rows' queries times the codes of 32 tokens, of one run of features."""
-        k, first, features = self.k, run * self.latent_blocks, self.own_layout.runs[run]
-        sums, row_bytes, codes = self._sums(run, part), 4 * STEP_TOKENS, page.at(4 * STEP_TOKENS * part)
-        if self.tiles is not None:
-            num_blocks = self.latent_blocks if run == 0 else self.num_blocks - self.latent_blocks
-            self._multiply_query_tiles(codes, first, num_blocks, sums, later, part)
-            return
-        for half, rows in itertools.product(range(2), self._row_groups(self.R, self.isa.sums // 2)):
-            offsets = [self.query_offsets.at(4 * (self.R * run + r)).load(I32).splat() for r in rows]
-            totals = [k.variable(offset) for offset in offsets]
-            with k.range(k.i64(0), k.i64(features), 4) as at:
-                unsigned = codes.at(at * PAGE_TOKENS).at(64 * half).load(I32V) ^ SIGN_BITS
-                place = (at / BLOCK_BYTES + first) * self.query_block_bytes + at % BLOCK_BYTES
-                if rows.start == 0:
-                    head_dim, before = self.own_layout.head_dim, run * self.latent
-                    self._fetch(later, 0, (at + (part * head_dim + before)) / 4, head_dim // 2)
-                for total, r in zip(totals, rows, strict=True):
-                    query = self.queries.at(place).at(r * BLOCK_BYTES).load(I32).splat()
-                    total.set(self.isa.dot(k, total.get(), unsigned, query))
-            for total, r in zip(totals, rows, strict=True):
-                sums.at(row_bytes * r + 64 * half).store(total.get(), 64)
+    def _multiply_queries(self, page: Value, run: int, later: Value) -> None:
+        """score_sums[run] = all rows' queries times the codes of a page, of one run of features."""
+        first, num_blocks = run * self.latent_blocks, self.latent_blocks
+        num_blocks = self.num_blocks - num_blocks if run else num_blocks
+        for part in range(PAGE_TOKENS // STEP_TOKENS):
+            codes, sums = page.at(4 * STEP_TOKENS * part), self._sums(run, part)
+            if self.amx is not None:
+                self._multiply_query_tiles(codes, first, num_blocks, sums, later, part)
+                continue
+            for rows in self._row_groups():
+                self._multiply_query_rows(codes, run, rows, sums, later.at(self.first_bytes // 2 * part))
 
-    def _row_groups(self, rows: int, at_once: int) -> list[range]:
-        """Rows whose sums stay in registers at once."""
-        return [range(first, min(first + at_once, rows)) for first in range(0, rows, at_once)]
+    def _multiply_query_rows(self, codes: Value, run: int, rows: range, sums: Value, later: Value) -> None:
+        """later: what is fetched while the first rows are multiplied."""
+        k, first, head_dim = self.k, run * self.latent_blocks, self.own_layout.head_dim
+        offsets = [self.query_offsets.at(4 * (self.R * run + r)).load(I32).splat() for r in rows]
+        totals = [[k.variable(offset) for offset in offsets] for _ in range(2)]
+        with k.range(k.i64(0), k.i64(self.own_layout.runs[run]), 4) as at:
+            tokens = [codes.at(at * PAGE_TOKENS).at(64 * half).load(I32V) ^ SIGN_BITS for half in range(2)]
+            place = (at / BLOCK_BYTES + first) * self.query_block_bytes + at % BLOCK_BYTES
+            if rows.start == 0:
+                self._fetch(later, (at + run * self.latent) / 4, head_dim // 4, self.first_bytes // 2)
+            for i, r in enumerate(rows):
+                query = self.queries.at(place).at(r * BLOCK_BYTES).load(I32).splat()
+                for each, unsigned in zip(totals, tokens, strict=True):
+                    each[i].set(self.isa.dot(k, each[i].get(), unsigned, query))
+        for half, each in enumerate(totals):
+            for total, r in zip(each, rows, strict=True):
+                sums.at(4 * STEP_TOKENS * r + 64 * half).store(total.get(), 64)
+
+    def _row_groups(self) -> list[range]:
+        """Rows that are multiplied at once with two vectors, so that a row's number is read once for both: with their
+        sums in three quarters of the registers."""
+        groups = -(-self.R // (3 * self.isa.sums // 4))
+        each = -(-self.R // groups)
+        return [range(first, min(first + each, self.R)) for first in range(0, self.R, each)]
 
     def _multiply_query_tiles(
         self, codes: Value, first: int, num_blocks: int, sums: Value, later: Value, part: int
     ) -> None:
-        k, tiles = self.k, self.tiles
+        k, tiles = self.k, self.amx
         assert tiles is not None
         each = [(v, half) for v in range(self.row_vectors) for half in range(2)]
         for v, half in each:
@@ -315,7 +327,8 @@ class _Task:
                 self.queries.at((n + first) * self.query_block_bytes),
                 codes.at(n * (BLOCK_BYTES * PAGE_TOKENS)),
             )
-            self._fetch(later, 0, n + (first + part * self.num_blocks), 2 * self.num_blocks)
+            step = n + (first + part * self.num_blocks)
+            self._fetch(later, step, 2 * self.num_blocks, self.first_bytes)
             for v in range(self.row_vectors):
                 tiles.load(tiles.ROWS[v], queries.at(v * LANES * BLOCK_BYTES), BLOCK_BYTES)
             for half in range(2):
@@ -368,8 +381,11 @@ class _Task:
                 totals.add(weight)
                 product = k.smaller(weight * self.steps.at(i * 4).load(F32V, 64), k.f32v(MOST_WEIGHT))
                 code = k.unary("rint", product).convert("fptosi", I32V).freeze()
-                for byte, part in enumerate((code >> 8, code)):
-                    weights.at(i).at(RUN_TOKENS * byte).store(part.convert("trunc", cpu_kv.BYTES), 1)
+                if self.amx is None:
+                    weights.at(i * 2).store(code.convert("trunc", WORDS), 2)
+                else:
+                    for byte, part in enumerate((code >> 8, code)):
+                        weights.at(i).at(RUN_TOKENS * byte).store(part.convert("trunc", cpu_kv.BYTES), 1)
             self.peaks.at(r * 4).store(peak)
             self.totals.at(r * 4).store(cpu_math.total(k, totals.get()))
         self._merge_peaks()
@@ -391,67 +407,95 @@ class _Task:
 
     def mix(self, first: Value, end: Value) -> None:
         """mixed = mixed * shrink + factor * (weights . latents), of a run's pages from `first` to `end`, 16 features a
-        step. What a step multiplies was turned round in the last one, and its sums are read in the next: tiles cannot
-        be read from what is still being written, and have others to wait for meanwhile."""
+        step."""
         k, steps = self.k, self.latent // LANES
-        self._turn_run(first, end, k.i64(0))
+        if self.amx is not None:
+            self._mix_by_tiles(self.amx, first, end)
+            return
+        with k.range(k.i64(0), k.i64(steps), 2) as step:
+            for i in range(2):
+                self._turn_run(first, end, step + i, self._values(k.i64(i)))
+            for rows in self._row_groups():
+                self._multiply_weights(first, end, step, rows)
+
+    def _multiply_weights(self, first: Value, end: Value, step: Value, rows: range) -> None:
+        """Mix 32 features into the sums of some rows."""
+        k = self.k
+        totals = [[k.variable(k.constant(I32V, 0)) for _ in rows] for _ in range(2)]
+        with k.range(first * PAGE_TOKENS, end * PAGE_TOKENS, 2) as token:
+            latents = [self._values(k.i64(i)).at(token * (2 * LANES)).load(I32V, 64) for i in range(2)]
+            for i, r in enumerate(rows):
+                weights = self.weights.at(token * 2).at(r * (2 * RUN_TOKENS)).load(I32).splat()
+                for each, words in zip(totals, latents, strict=True):
+                    each[i].set(self.isa.dot_words(k, each[i].get(), words, weights))
+        for n, each in enumerate(totals):
+            for total, r in zip(each, rows, strict=True):
+                self._add_products(k.i64(r), step + n, total.get().convert("sitofp", F32V))
+
+    def _add_products(self, r: Value, step: Value, products: Value) -> None:
+        shrink, factor = (each.at(r * 4).load(F32).splat() for each in (self.shrinks, self.factors))
+        mixed = self.section.mixed.at(r * (4 * self.latent)).at(step * (4 * LANES))
+        mixed.store(self.k.fma(products, factor, mixed.load(F32V, 64) * shrink), 64)
+
+    def _mix_by_tiles(self, tiles: AmxTiles, first: Value, end: Value) -> None:
+        """What a step multiplies was turned round in the last one, and its sums are read in the next: tiles cannot be
+        read from what is still being written, and have others to wait for meanwhile."""
+        k, steps = self.k, self.latent // LANES
+        self._turn_run(first, end, k.i64(0), self.values)
         with k.range(k.i64(0), k.i64(steps)) as step:
-            self._multiply_weights(first, end, step % 2)
-            self._turn_run(first, end, k.smaller(step + 1, k.i64(steps - 1)))
+            self._multiply_weight_tiles(tiles, first, end, step % 2)
+            following = k.smaller(step + 1, k.i64(steps - 1))
+            self._turn_run(first, end, following, self._values(following % 2))
             with k.when(step.compare("ugt", 0)):
                 self._add_sums(step - 1)
         self._add_sums(k.i64(steps - 1))
 
     def _add_sums(self, step: Value) -> None:
         k = self.k
-        sums = self.mix_sums.at(step % 2 * (2 * self.row_vectors * LANES * 64))
+        sums = self._mix_sums(step % 2)
         with k.range(k.i64(0), self.rows) as r:
-            shrink, factor = (each.at(r * 4).load(F32).splat() for each in (self.shrinks, self.factors))
             high, low = (sums.at(r * 128).at(64 * i).load(I32V, 64).convert("sitofp", F32V) for i in range(2))
-            mixed = self.section.mixed.at(r * (4 * self.latent)).at(step * (4 * LANES))
-            mixed.store(k.fma(k.fma(high, k.f32v(256), low), factor, mixed.load(F32V, 64) * shrink), 64)
+            self._add_products(r, step, k.fma(high, k.f32v(256), low))
 
-    def _turn_run(self, first: Value, end: Value, step: Value) -> None:
+    def _mix_sums(self, buffer: Value) -> Value:
+        return self.mix_sums.at(buffer * (2 * self.row_vectors * LANES * 64))
+
+    def _turn_run(self, first: Value, end: Value, step: Value, values: Value) -> None:
+        width = 2 if self.amx is None else 1
         with self.k.range(first, end) as page:
-            self._fetch(self.later.at(page * 8).load(PTR, 8), 1, step, self.latent // LANES)
+            later = self.later.at(page * 8).load(PTR, 8).at(self.first_bytes)
+            self._fetch(later, step, self.latent // LANES, self.coded.layer_bytes - self.first_bytes)
             codes = self.codes.at(page * 8).load(PTR, 8).at(step * (LANES * PAGE_TOKENS))
-            self._turn_round(codes, self._values(step % 2).at(page * (PAGE_TOKENS * LANES)))
+            self._turn_round(codes, values.at(page * (width * PAGE_TOKENS * LANES)))
 
     def _values(self, buffer: Value) -> Value:
-        return self.values.at(buffer * (RUN_TOKENS * LANES))
+        return self.values.at(buffer * self.value_bytes)
 
     def _turn_round(self, codes: Value, values: Value) -> None:
-        """values [16, 16, 4] = the codes of 16 features of a page, four tokens side by side."""
-        k, octets = self.k, vector_of("i8", LANES)
-        quad = [4 * (i % 4) + i // 4 for i in range(LANES)]
-        turned = [LANES * lane + i for lane in range(4) for i in quad]
+        """values = the codes of 16 features of a page, four tokens side by side, or as words two."""
+        k, octets, has_words = self.k, vector_of("i8", LANES), self.amx is None
+        tokens = 2 if has_words else 4
+        # By four tokens, each part having four of their features.
+        turned = [
+            4 * token + LANES * (feature // 4) + feature % 4
+            for first in range(0, 4, tokens)
+            for feature in range(LANES)
+            for token in range(first, first + tokens)
+        ]
         with k.range(k.i64(0), k.i64(4 * PAGE_TOKENS), 64) as at:
             for place in range(0, 64, LANES):
                 parts = [codes.at(at).at(4 * PAGE_TOKENS * n + place).load(octets, 1) for n in range(4)]
                 low, high = (k.shuffle(a, b, list(range(2 * LANES))) for a, b in (parts[:2], parts[2:]))
-                bytes_ = k.shuffle(low, high, turned)
-                values.at(at * 4).at(4 * place).store(bytes_, 64)
+                if not has_words:
+                    values.at(at * 4).at(4 * place).store(k.shuffle(low, high, turned), 64)
+                    continue
+                for half in range(2):
+                    bytes_ = k.shuffle(low, high, turned[32 * half : 32 * half + 32])
+                    values.at(at * 8).at(8 * place + 64 * half).store(bytes_.convert("sext", vector_of("i16", 32)), 64)
 
-    def _multiply_weights(self, first: Value, end: Value, buffer: Value) -> None:
+    def _multiply_weight_tiles(self, tiles: AmxTiles, first: Value, end: Value, buffer: Value) -> None:
         """mix_sums = all rows' weights times 16 features of the latents."""
-        k, rows, values = self.k, 2 * self.R, self._values(buffer)
-        sums = self.mix_sums.at(buffer * (2 * self.row_vectors * LANES * 64))
-        if self.tiles is not None:
-            self._multiply_weight_tiles(first, end, values, sums)
-            return
-        for some in self._row_groups(rows, self.isa.sums):
-            totals = [k.variable(k.constant(I32V, 0)) for _ in some]
-            with k.range(first * PAGE_TOKENS, end * PAGE_TOKENS, 4) as token:
-                latents = values.at(token * LANES).load(I32V, 64)
-                for total, r in zip(totals, some, strict=True):
-                    weights = self.weights.at(token).at(r * RUN_TOKENS).load(I32).splat()
-                    total.set(self.isa.dot(k, total.get(), weights, latents))
-            for total, r in zip(totals, some, strict=True):
-                sums.at(64 * r).store(total.get(), 64)
-
-    def _multiply_weight_tiles(self, first: Value, end: Value, values: Value, sums: Value) -> None:
-        k, tiles = self.k, self.tiles
-        assert tiles is not None
+        k, values, sums = self.k, self._values(buffer), self._mix_sums(buffer)
         count = -(-2 * self.R // LANES)
         for n in range(count):
             tiles.clear(tiles.SUMS[n])
@@ -477,12 +521,9 @@ class _Task:
                 write_row(k, self.vectors, mixed, total, out, is_rotated=True)
             with k.when(is_whole ^ True):
                 part = a.parts.at((self.part + r) * (4 * part_floats(self.latent)))
-                with k.range(k.i64(0), k.i64(row_bytes), 64) as at:
-                    part.at(at).store(mixed.at(at).load(F32V, 64))
-                part.at(row_bytes).store(peak)
-                part.at(row_bytes + 4).store(total)
+                write_part(self.vectors, mixed, peak, total, part)
 
 
 @cache
-def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_tiles: bool) -> Native:
-    return compile_kernel(attention_source(isa, own, coded, rows, has_tiles=has_tiles), isa)
+def attention(isa: Isa, own: LatentLayout, coded: LatentLayout, rows: int, *, has_amx: bool) -> Native:
+    return compile_kernel(attention_source(isa, own, coded, rows, has_amx=has_amx), isa)

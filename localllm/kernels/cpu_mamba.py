@@ -46,7 +46,7 @@ def prepare_source(shape: Mamba2Shape) -> Kernel:
     """wide, steps, keys, values and the tables: see `Mamba2Room`. zeros: fp32 [row_floats]. least, most: the bits of
     floats."""
     pointers = "wide gates zeros conv conv_bias a_log dt_bias keys values segments count"
-    k = Kernel("prepare_mamba", f"{pointers} | stride rows state snapshot least most")
+    k = Kernel("prepare_mamba", f"{pointers} | stride gates_stride rows state snapshot least most")
     num_segments = k.arg.count.load(I64, 8)
     # Each thread has its part of both: a group's channels take longer than a head's.
     begin, end = k.share(num_segments * shape.num_groups)
@@ -87,29 +87,20 @@ class _Prepared(Prepared[Mamba2Shape]):
             row = segment.values(head, position)
             with k.range(k.i64(0), k.i64(4 * dim), 4 * LANES) as i:
                 row.at(i).store(self._convolved(rows, channel + i))
-        self._steps(head, first)
+        self._steps_and_decays(head, first)
         self._keep(first, [channel], dim, head)
 
-    def _steps(self, head: Value, first: Value) -> None:
-        """Write decay and step of each token, computed for 16 of them at once."""
-        k, segment, a = self.k, self.segment, self.k.arg
+    def _steps_and_decays(self, head: Value, first: Value) -> None:
+        k, a = self.k, self.k.arg
         rate = cpu_math.exp(k, a.a_log.at(head * 4).load(F32).splat())
         dt_bias = a.dt_bias.at(head * 4).load(F32).splat()
         least, most = (bits.convert("trunc", I32).convert("bitcast", F32).splat() for bits in (a.least, a.most))
-        decays, steps = k.stack(F32V), k.stack(F32V)
-        steps.store(k.f32v(0), 64)
-        with k.range(first, segment.end, LANES) as block:
-            count = k.smaller(segment.end - block, k.i64(LANES))
-            with k.range(k.i64(0), count, rolled=True) as i:
-                steps.at(i * 4).store(self._raw_gates(block + i).at(head * 4).load(F32))
-            step = softplus(k, steps.load(F32V, 64) + dt_bias)
-            step = k.smaller(most, k.larger(least, step))  # in this order NaN stays
-            steps.store(step, 64)
-            decays.store(cpu_math.exp(k, k.f32v(0) - rate * step), 64)
-            with k.range(k.i64(0), count, rolled=True) as i:
-                row = segment.values(head, block + i).at(4 * self.shape.head_dim)
-                row.store(decays.at(i * 4).load(F32))
-                row.at(4).store(steps.at(i * 4).load(F32))
+
+        def make(dt: Value) -> list[Value]:
+            step = k.smaller(most, k.larger(least, softplus(k, dt + dt_bias)))  # in this order NaN stays
+            return [cpu_math.exp(k, k.f32v(0) - rate * step), step]
+
+        self._make_gates(head, first, 1, make)
 
 
 def mamba_source(isa: Isa, shape: Mamba2Shape) -> Kernel:
@@ -239,10 +230,9 @@ class Mamba2Room:
         shared = {"keys": self._keys, "values": self._values, **self._tables.words}
         shared |= {"rows": self._tables.prepared_rows, "state": place.state, "snapshot": place.snapshot}
         bounds = {"least": float_bits(weights.least_step), "most": float_bits(weights.most_step)}
-        raw = wide.view(-1)[self.shape.features :]
-        first = prepare(isa, self.shape).step(
-            wide=raw, stride=stride, gates=steps, zeros=self._zeros, **own, **bounds, **shared
-        )
+        strides = {"stride": stride, "gates_stride": self.shape.num_heads}
+        raw = {"wide": wide.view(-1)[self.shape.features :], "gates": steps, "zeros": self._zeros}
+        first = prepare(isa, self.shape).step(**raw, **strides, **own, **bounds, **shared)
         second = mamba(isa, self.shape).step(mixed=mixed, d=weights.d, **shared)
         norm = gated_norm(isa, self.shape, has_norm=weights.norm is not None, is_gated=weights.norm_is_gated)
         weight = 0 if weights.norm is None else weights.norm

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from localllm.kernels import cpu_attention, cpu_latent, cpu_latent_int8
+from localllm.kernels.cpu_amx import has_amx
 from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.cpu_tiles import has_tiles
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 NO_WINDOW = 1 << 40
@@ -93,12 +93,12 @@ class AttentionRoom:
         self, isa: Isa, layouts: Layouts, place: LatentPlace, scale: float, *, rows: int, is_split: bool
     ) -> Iterator[Step]:
         """Return the steps that attend to latents, as `steps` does to keys and values. scale: of the queries."""
-        dense, coded = latent_layouts(layouts)
+        own, coded = latent_layouts(layouts)
         shared: dict[str, Tensor | int] = {"out": place.out, "parts": self._parts, "group": place.num_heads}
         if coded is not None and isa.multiplies_whole_bytes:
-            kernel = cpu_latent_int8.attention(isa, dense, coded, rows, has_tiles=isa.can_have_tiles and has_tiles())
+            kernel = cpu_latent_int8.attention(isa, own, coded, rows, has_amx=isa.can_have_amx and has_amx())
         else:
-            kernel = cpu_latent.attention(isa, dense, coded, rows)
+            kernel = cpu_latent.attention(isa, own, coded, rows)
         yield kernel.step(
             absorbed=place.absorbed,
             turning=place.turning,
@@ -112,7 +112,7 @@ class AttentionRoom:
             **shared,
         )
         if is_split:
-            combine = cpu_attention.combine(isa, dense.latent_dim, is_rotated=coded is not None)
+            combine = cpu_attention.combine(isa, own.latent_dim, is_rotated=coded is not None)
             yield combine.step(merges=self._merges, shape=self._counts[1], sinks=0, kv_heads=1, **shared)
 
 
@@ -159,10 +159,10 @@ class LatentPlace:
     ) -> Step:
         """Return the step that writes latents into their pages. shape: int64 [1], the tokens. rotation, norm: cosines
         and sines, weight and eps, where those were not applied before."""
-        dense, coded = latent_layouts(layouts)
+        own, coded = latent_layouts(layouts)
         cos, sin = (0, 0) if rotation is None else rotation
         rotary_dim = 0 if rotation is None else rotation[0].shape[-1]
-        return cpu_latent.place(isa, dense, coded, rotary_dim, has_norm=norm is not None).step(
+        return cpu_latent.place(isa, own, coded, rotary_dim, has_norm=norm is not None).step(
             turning=self.turning,
             latents=self.latents,
             norm=0 if norm is None else norm[0],
@@ -179,9 +179,9 @@ class LatentPlace:
 
 
 def latent_layouts(layouts: Layouts) -> tuple[LatentLayout, LatentLayout | None]:
-    dense, coded = layouts
-    assert isinstance(dense, LatentLayout) and (coded is None or isinstance(coded, LatentLayout))
-    return dense, coded
+    own, coded = layouts
+    assert isinstance(own, LatentLayout) and (coded is None or isinstance(coded, LatentLayout))
+    return own, coded
 
 
 def row_counts_of(layout: PageLayout) -> tuple[int, ...]:

@@ -1,21 +1,21 @@
 """What CPU kernels of layers share that keep a matrix a head: the convolution in front, and the walk over the tokens.
 
 Each kernel of such a layer has, as far as it needs them, the arguments `wide`, `gates`, `zeros`, `conv`, `stride`,
-`rows`, `keys`, `values` and those of `StateSegment`.
+`gates_stride`, `rows`, `keys`, `values` and those of `StateSegment`.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from localllm.kernels import cpu_math
-from localllm.kernels.cpu_ir import F32, F32V, I32, LANES, Kernel, Value
+from localllm.kernels.cpu_ir import F32, F32V, LANES, Kernel, Value
 from localllm.kernels.cpu_states import StateSegment
-from localllm.kernels.state_shapes import STEP_ROWS, ConvolvedShape
+from localllm.kernels.state_shapes import ConvolvedShape
 
 HALVES = 2  # of a sum over key features; with one, a sweep waits 3 % longer for its own additions
 FEATURES_A_STEP = 8  # with four, a sweep takes 3 % longer
@@ -53,7 +53,6 @@ class Prepared(Generic[S]):
     def __init__(self, k: Kernel, shape: S, segment: TokenSegment[S], *, has_bias: bool = False) -> None:
         self.k, self.shape, self.segment, self._has_bias = k, shape, segment, has_bias
         self._gates_begin = 4 * shape.channels  # bytes into a kept row
-        self._num_gates = shape.row_floats - shape.channels
 
     def _raw(self, position: Value) -> Value:
         """A pointer to what goes into the convolution at a position."""
@@ -61,8 +60,12 @@ class Prepared(Generic[S]):
         return self._old_or(position, own, 0)
 
     def _raw_gates(self, position: Value) -> Value:
-        own = self.k.arg.gates.at(self.segment.batch_row(position) * (4 * self._num_gates))
+        own = self.k.arg.gates.at(self.segment.batch_row(position) * self.k.arg.gates_stride * 4)
         return self._old_or(position, own, self._gates_begin)
+
+    def _head_gates(self, position: Value) -> list[tuple[Value, int]]:
+        """What heads have one gate each of: pointers to them, and where they are kept."""
+        return [(self._raw_gates(position), self._gates_begin)]
 
     def _old_or(self, position: Value, own: Value, offset: int) -> Value:
         """The row of this batch, or a pointer so many bytes into the kept row, or to zeros before the first token."""
@@ -94,33 +97,35 @@ class Prepared(Generic[S]):
             value = self.k.fma(row.at(offset).load(F32V), weight, value)
         return cpu_math.silu(self.k, value)
 
+    def _make_gates(self, head: Value, first: Value, num_gates: int, make: Callable[..., list[Value]]) -> None:
+        """Write behind each token's values what `make` makes of as many gates, of 16 tokens at once."""
+        k, segment = self.k, self.segment
+        lanes = [k.stack(F32V) for _ in range(num_gates)]
+        for each in lanes:
+            each.store(k.f32v(0), 64)
+        with k.range(first, segment.end, LANES) as block:
+            count = k.smaller(segment.end - block, k.i64(LANES))
+            with k.range(k.i64(0), count, rolled=True) as i:
+                for each, (raw, _) in zip(lanes, self._head_gates(block + i), strict=True):
+                    each.at(i * 4).store(raw.at(head * 4).load(F32))
+            made = [k.variable(vector).slot for vector in make(*(each.load(F32V, 64) for each in lanes))]
+            with k.range(k.i64(0), count, rolled=True) as i:
+                row = segment.values(head, block + i).at(4 * self.shape.matrix_dims[1])
+                for n, each in enumerate(made):
+                    row.at(4 * n).store(each.at(i * 4).load(F32))
+
     def _keep(self, first: Value, channels: list[Value], features: int, head: Value | None) -> None:
         """Write a head's raw channels, and a value head's gates, to the snapshots and into the kept rows."""
-        k, shape, segment = self.k, self.shape, self.segment
-        before = shape.conv_width - 1
-        with segment.snapshots() as (position, part):
-            is_reached = position.compare("ugt", first) & position.compare("ule", segment.end)
-            with k.when(is_reached):
-                tail, padding = part.at(shape.matrix_bytes), shape.matrix_bytes + 4 * before * shape.row_floats
-                with k.range(k.i64(0), k.i64(before), rolled=True) as n:
-                    self._copy(position - before + n, tail.at(n * (4 * shape.row_floats)), channels, features, head)
-                for at in range(padding, shape.snapshot_bytes, 4):
-                    part.at(at).store(k.constant(I32, 0))
-        rows = k.smaller(segment.end - segment.past, k.i64(max(STEP_ROWS, before)))
-        with k.range(segment.end - rows, segment.end, rolled=True) as position:
-            self._copy(position, segment.kept(position), channels, features, head)
+        self.segment.keep_rows(lambda position, row: self._copy(position, row, channels, features, head), first)
 
     def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
         k, source = self.k, self._raw(position)
         for channel in channels:
             with k.range(channel, channel + 4 * features, 4 * LANES) as at:
                 target.at(at).store(source.at(at).load(F32V))
-        if head is None:
-            return
-        gates = self._raw_gates(position)
-        for first in range(0, self._num_gates, self.shape.heads):
-            gate = (head + first) * 4
-            target.at(self._gates_begin).at(gate).store(gates.at(gate).load(F32))
+        if head is not None:
+            for raw, begin in self._head_gates(position):
+                target.at(begin).at(head * 4).store(raw.at(head * 4).load(F32))
 
 
 def softplus(k: Kernel, x: Value) -> Value:

@@ -25,7 +25,6 @@ from localllm.kernels.cpu_ir import F32, F32V, I32, LANES, Kernel, Value, Variab
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
-from localllm.kernels.cpu_shift import keep_rows
 from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.rwkv7 import LOG_DECAY, SMALLEST_NORM, TimeMixWeights
 from localllm.kernels.state_shapes import RWKV7_KEPT, RWKV7_PROJECTED, Rwkv7Shape, StatePlace
@@ -96,7 +95,7 @@ class _Head:
             for name in RWKV7_KEPT:
                 self._copy(self._at(source, name), self._at(target.at(self._column), name), 4 * shape.head_dim)
 
-        keep_rows(segment, copy)
+        segment.keep_rows(copy, self.first)
 
     def _row(self, position: Value) -> Value:
         """A pointer to this head's columns of the batch's row at a position, or of the kept one."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
 
-from localllm.kernels.cpu_ir import F32V, I32, LANES, Kernel, Value
+from localllm.kernels.cpu_ir import F32V, LANES, Kernel, Value
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_states import StateSegment
-from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, StateShape
+from localllm.kernels.state_shapes import StateShape
 
-S = TypeVar("S", bound=StateShape)
 _VECTOR = 4 * LANES
 
 
@@ -50,23 +47,8 @@ def shift_source(shape: StateShape, features: int, count: int, *, keeps: bool) -
             if not keeps:
                 copy(own, a.kept.at(row * a.stride * 4))
         if keeps:
-            keep_rows(segment, lambda position, target: copy(row_of(position), target))
+            segment.keep_rows(lambda position, target: copy(row_of(position), target))
     return k
-
-
-def keep_rows(segment: StateSegment[S], copy: Callable[[Value, Value], None]) -> None:
-    """Write what a thread has of rows to the snapshots and into the kept rows. copy: writes its part of the row at a
-    position to a row. Snapshots further back than rows are kept were taken by an earlier batch of the forward."""
-    k, shape = segment.k, segment.shape
-    with segment.snapshots() as (position, part):
-        is_kept = (position + REPLAYED_ROWS).compare("ugt", segment.past)
-        with k.when(is_kept & position.compare("ule", segment.end)):
-            copy(position - 1, part.at(shape.matrix_bytes))
-            for at in range(shape.matrix_bytes + 4 * shape.row_floats, shape.snapshot_bytes, 4):
-                part.at(at).store(k.constant(I32, 0))
-    rows = k.smaller(segment.end - segment.past, k.i64(STEP_ROWS))
-    with k.range(segment.end - rows, segment.end, rolled=True) as position:
-        copy(position, segment.kept(position))
 
 
 @cache

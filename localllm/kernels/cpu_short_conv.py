@@ -18,7 +18,7 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step
 from localllm.kernels.cpu_states import StateSegment, StateTables
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.state_shapes import STEP_ROWS, ConvShape, StatePlace
+from localllm.kernels.state_shapes import ConvShape, StatePlace
 
 _BYTES = 4 * LANES  # of a vector
 
@@ -65,16 +65,7 @@ class _Part:
 
     def keep(self) -> None:
         """Write snapshots and the kept rows."""
-        k, shape, segment = self.k, self.shape, self.segment
-        before = shape.conv_width - 1
-        with segment.snapshots() as (position, part):
-            # An older one was written when its tokens were new.
-            is_here = (position + STEP_ROWS).compare("uge", segment.past) & position.compare("ule", segment.end)
-            with k.when(is_here), k.range(k.i64(0), k.i64(before), rolled=True) as n:
-                self._copy(self._raw(position - before + n), part.at(n * (4 * shape.row_floats)))
-        rows = k.smaller(segment.end - segment.past, k.i64(shape.kept_rows))
-        with k.range(segment.end - rows, segment.end, rolled=True) as position:
-            self._copy(self._raw(position), segment.kept(position))
+        self.segment.keep_rows(lambda position, target: self._copy(self._raw(position), target))
 
     def _raw(self, position: Value) -> Value:
         """A pointer to what the convolution sees at a position: zeros before the first token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.cpu_ir import I64, PTR, Kernel, Value
-from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, StateShape
+from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, StateShape
 
 _SEGMENT_BYTES = 8 * len(STATE_WORDS)
 S = TypeVar("S", bound=StateShape)
@@ -43,6 +43,22 @@ class StateSegment(Generic[S]):
         """A pointer to the kept row of a position, which may be less than zero."""
         slot = (position + self.shape.kept_rows) % self.shape.kept_rows
         return self.matrices.at(self.shape.matrix_bytes).at(slot * (4 * self.shape.row_floats))
+
+    def keep_rows(self, copy: Callable[[Value, Value], None], taken: Value | None = None) -> None:
+        """Write what a thread has of rows to the snapshots and into the kept rows.
+
+        copy: writes its part of the row at a position to a row. taken: the position up to which snapshots were taken
+        before; without it, those further back than a step were when their tokens were new.
+        """
+        k, shape, before = self.k, self.shape, self.shape.conv_width - 1
+        taken = self.past - (STEP_ROWS + 1) if taken is None else taken
+        with self.snapshots() as (position, part):
+            is_due = position.compare("sgt", taken) & position.compare("sle", self.end)
+            with k.when(is_due), k.range(k.i64(0), k.i64(before), rolled=True) as n:
+                copy(position - before + n, part.at(shape.matrix_bytes).at(n * (4 * shape.row_floats)))
+        rows = k.smaller(self.end - self.past, k.i64(shape.kept_rows))
+        with k.range(self.end - rows, self.end, rolled=True) as position:
+            copy(position, self.kept(position))
 
     @contextmanager
     def snapshots(self) -> Iterator[tuple[Value, Value]]:

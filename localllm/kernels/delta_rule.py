@@ -5,9 +5,7 @@ brought to length one. A head's state S [key_dim, value_dim] forgets by g and wr
 hold under its key: S = g S + k (x) beta (v - (g S)^T k), and o = S^T q. In Kimi Delta Attention (arXiv:2510.26692) each
 key feature of a head has a g of its own.
 
-A sequence's state is changed in place only by tokens that count for certain. Of those behind them it keeps what goes
-into the convolution: they are computed again by the next step, so that rejected drafts are taken back by being left
-out. Every token is computed alike, one after the other, however many rows are beside it.
+`recurrence` says how a state stays right where tokens are taken back.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.layer_state import StateRows
+from localllm.kernels.recurrence import convolution, raw_rows, walk
 from localllm.kernels.sizes import OutputGate
 from localllm.kernels.state_shapes import DeltaShape
 
@@ -45,34 +44,19 @@ def mix(rows: StateRows[DeltaShape], weights: DeltaWeights) -> Tensor:
 
     rows.raw: what goes into the convolution, and the gates b and a.
     """
-    state, shape, end = rows.state, rows.state.shape, rows.past + len(rows.raw)
-    begin, taps = min(state.position, rows.past), shape.conv_width
-    raw = torch.cat((state.rows(begin - taps + 1, rows.past), rows.raw.float()))
-    # In fp64: torch's vectors round functions otherwise than what is left over behind them.
-    convolved = torch.zeros(end - begin, shape.channels, dtype=torch.float64, device=raw.device)
-    for tap in range(taps):
-        convolved += raw[tap : tap + end - begin, : shape.channels].double() * weights.conv[tap]
-    q, k, v = (x.float() for x in _heads(shape, functional.silu(convolved)))
-    b, a = raw[taps - 1 :, shape.channels :].double().tensor_split([shape.value_heads], dim=-1)
+    shape, raw = rows.state.shape, raw_rows(rows)
+    q, k, v = (x.float() for x in _heads(shape, functional.silu(convolution(raw, weights.conv))))
+    b, a = raw[shape.conv_width - 1 :, shape.channels :].double().tensor_split([shape.value_heads], dim=-1)
     beta = (b.sigmoid() * weights.beta_scale).float()
     steps = functional.softplus(a + weights.dt_bias).view(len(a), shape.value_heads, -1)
     decay = (-weights.a_log.double().exp()[:, None] * steps).exp().float()  # [T, heads, 1 or key_dim]
-    mixed = torch.empty(len(rows.raw), shape.value_heads, shape.value_dim, device=raw.device)
-    S = _plain(state)  # [heads, key_dim, value_dim]
-    for i in range(end - begin):
-        position = begin + i
+
+    def take_in(S: Tensor, i: int) -> Tensor:
         S = S * decay[i, :, :, None]
         delta = (v[i] - torch.einsum("hkv,hk->hv", S, k[i])) * beta[i, :, None]
-        S = S + k[i, :, :, None] * delta[:, None]
-        if position >= rows.past:
-            mixed[position - rows.past] = torch.einsum("hkv,hk->hv", S, q[i])
-        if position + 1 in rows.snapshots:
-            state.write_snapshot(rows.snapshots[position + 1], _tiled(S, shape), raw[i + 1 : i + taps])
-        if position + 1 == rows.committed:
-            state.matrices.copy_(_tiled(S, shape).flatten())
-            state.position = rows.committed
-    state.keep_rows(rows.past, rows.raw)
-    return mixed
+        return S + k[i, :, :, None] * delta[:, None]
+
+    return walk(rows, raw, take_in, lambda S, i: torch.einsum("hkv,hk->hv", S, q[i]))
 
 
 def gated_norm(mixed: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
@@ -94,13 +78,3 @@ def _heads(shape: DeltaShape, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
-def _plain(state: LayerState[DeltaShape]) -> Tensor:
-    """[heads, tiles, key_dim, lanes] -> [heads, key_dim, value_dim]"""
-    shape = state.shape
-    return state.matrices.view(shape.value_heads, -1, shape.key_dim, shape.lanes).transpose(1, 2).flatten(2)
-
-
-def _tiled(S: Tensor, shape: DeltaShape) -> Tensor:
-    return S.reshape(*S.shape[:2], -1, shape.lanes).transpose(1, 2)

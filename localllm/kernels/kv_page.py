@@ -95,9 +95,15 @@ class LatentLayout(PageLayout):
     """One layer's part of a page of latents (arXiv:2405.04434): keys [64, D], whose first `latent_dim` features are the
     values too. In a coded page, four bytes of a token lie beside four of the next one, [bytes / 4, 64, 4], as dot
     products of bytes take them; behind them are scales [2, 64], of the latent and of the features behind it.
-    One head, which all heads of queries share; the coding of values is not asked."""
+    One head, which all heads of queries share. Layouts come in pairs: `own`, of the page of a token's own position and
+    of a sequence's first page, and `coded`, of all others. Where there is no coded one, `own` is dense, else INT8."""
 
     latent_dim: int
+
+    def __post_init__(self) -> None:
+        assert self.values == self.keys, "keys are the values too"
+        is_whole = all(features % GROUP == 0 for features in self.runs)
+        assert self.is_dense or is_whole, "such a latent keeps dense pages: see KVShape.can_be_coded"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -125,9 +131,10 @@ class LatentLayout(PageLayout):
 
 
 def layout_of(shape: KVShape, keys: Coding, values: Coding, dtype: torch.dtype) -> PageLayout:
-    """Return the layout of a layer's part of a page. dtype: of dense keys and values."""
+    """Return the layout of a layer's part of a page. dtype: of dense keys and values. Of latents, the coding of keys
+    counts alone."""
     if shape.latent_dim:
-        return LatentLayout(shape.num_heads, shape.head_dim, keys, values, dtype, shape.latent_dim)
+        return LatentLayout(shape.num_heads, shape.head_dim, keys, keys, dtype, shape.latent_dim)
     return PageLayout(shape.num_heads, shape.head_dim, keys, values, dtype)
 
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from localllm.kernels.state_shapes import StateShape
+from localllm.kernels.state_shapes import STEP_ROWS, StateShape
 
 S = TypeVar("S", bound=StateShape, covariant=True)
 
@@ -52,7 +52,6 @@ class LayerState(Generic[S]):
         snapshot[:end].view(torch.float32).copy_(matrices.reshape(-1))
         tail_bytes = 4 * (self.shape.conv_width - 1) * self.shape.row_floats
         snapshot[end : end + tail_bytes].view(torch.float32).copy_(tail.reshape(-1))
-        snapshot[end + tail_bytes :] = 0
 
     def read_snapshot(self, snapshot: Tensor, position: int) -> None:
         """Become what the snapshot is of, which was taken before the token at `position`."""
@@ -78,3 +77,14 @@ class StateRows(Generic[S]):
     past: int
     committed: int
     snapshots: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def keep(self) -> None:
+        """Bring a state up to date of which only the rows count. Snapshots further back than a step were taken when
+        their tokens were new."""
+        state, kept, before = self.state, self.state.shape.kept_rows, self.state.shape.conv_width - 1
+        rows = torch.cat((state.rows(self.past - kept, self.past), self.raw))
+        for position, snapshot in self.snapshots.items():
+            end = position - self.past + kept
+            if kept - STEP_ROWS <= end <= len(rows):
+                state.write_snapshot(snapshot, state.matrices, rows[end - before : end])
+        state.keep_rows(self.past, self.raw)

@@ -4,7 +4,7 @@ Mamba 2 (arXiv:2405.21060): x, B and C pass a short convolution and SiLU. A head
 forgets by exp(-exp(A_log) dt) and takes in B (x) dt x, where the step dt = softplus(dt + dt_bias), within bounds, is a
 token's own; y = S^T C + D x. B and C are those of the head's group.
 
-What is said of tokens that count for certain in `delta_rule` holds here, too.
+`recurrence` says how a state stays right where tokens are taken back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.layer_state import LayerState, StateRows
+from localllm.kernels.layer_state import StateRows
+from localllm.kernels.recurrence import convolution, raw_rows, walk
 from localllm.kernels.state_shapes import Mamba2Shape
 
 
@@ -45,31 +46,20 @@ def mix(rows: StateRows[Mamba2Shape], weights: Mamba2Weights) -> Tensor:
 
     rows.raw: what goes into the convolution, x, B and C, and the steps dt.
     """
-    state, shape, end = rows.state, rows.state.shape, rows.past + len(rows.raw)
-    begin, taps = min(state.position, rows.past), shape.conv_width
-    raw = torch.cat((state.rows(begin - taps + 1, rows.past), rows.raw.float()))
-    # In fp64: torch's vectors round functions otherwise than what is left over behind them.
-    convolved = weights.conv_bias.double().repeat(end - begin, 1)
-    for tap in range(taps):
-        convolved += raw[tap : tap + end - begin, : shape.channels].double() * weights.conv[tap]
-    x, b, c = (part.float() for part in _heads(shape, functional.silu(convolved)))
-    steps = functional.softplus(raw[taps - 1 :, shape.channels :].double() + weights.dt_bias)
+    shape, raw = rows.state.shape, raw_rows(rows)
+    convolved = functional.silu(convolution(raw, weights.conv, weights.conv_bias))
+    x, b, c = (part.float() for part in _heads(shape, convolved))
+    steps = functional.softplus(raw[shape.conv_width - 1 :, shape.channels :].double() + weights.dt_bias)
     steps = steps.clamp(weights.least_step, weights.most_step)
     decay, taken = (-weights.a_log.double().exp() * steps).exp().float(), x * steps.float()[:, :, None]
-    mixed = torch.empty(len(rows.raw), shape.num_heads, shape.head_dim, device=raw.device)
-    S = _plain(state)  # [heads, state_size, head_dim]
-    for i in range(end - begin):
-        position = begin + i
-        S = S * decay[i, :, None, None] + b[i, :, :, None] * taken[i, :, None]
-        if position >= rows.past:
-            mixed[position - rows.past] = torch.einsum("hnp,hn->hp", S, c[i]) + weights.d[:, None] * x[i]
-        if position + 1 in rows.snapshots:
-            state.write_snapshot(rows.snapshots[position + 1], _tiled(S, shape), raw[i + 1 : i + taps])
-        if position + 1 == rows.committed:
-            state.matrices.copy_(_tiled(S, shape).flatten())
-            state.position = rows.committed
-    state.keep_rows(rows.past, rows.raw)
-    return mixed
+
+    def take_in(S: Tensor, i: int) -> Tensor:
+        return S * decay[i, :, None, None] + b[i, :, :, None] * taken[i, :, None]
+
+    def read(S: Tensor, i: int) -> Tensor:
+        return torch.einsum("hnp,hn->hp", S, c[i]) + weights.d[:, None] * x[i]
+
+    return walk(rows, raw, take_in, read)
 
 
 def gated_norm(mixed: Tensor, z: Tensor, weights: Mamba2Weights, num_groups: int) -> Tensor:
@@ -91,13 +81,3 @@ def _heads(shape: Mamba2Shape, convolved: Tensor) -> tuple[Tensor, Tensor, Tenso
     own = torch.arange(shape.num_heads, device=convolved.device) // (shape.num_heads // shape.num_groups)
     b, c = (part.reshape(len(part), shape.num_groups, shape.state_size)[:, own] for part in (b, c))
     return x.reshape(len(x), shape.num_heads, shape.head_dim), b, c
-
-
-def _plain(state: LayerState[Mamba2Shape]) -> Tensor:
-    """[heads, tiles, state_size, lanes] -> [heads, state_size, head_dim]"""
-    shape = state.shape
-    return state.matrices.view(shape.num_heads, -1, shape.state_size, shape.lanes).transpose(1, 2).flatten(2)
-
-
-def _tiled(S: Tensor, shape: Mamba2Shape) -> Tensor:
-    return S.reshape(*S.shape[:2], -1, shape.lanes).transpose(1, 2)

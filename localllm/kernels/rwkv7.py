@@ -5,9 +5,7 @@ context a, and gates g. A head's state S [key features, value features] decays b
 it holds under the unit vector of the key that removes, kk, and writes the value under the key that replaces:
 S = diag(w) S - (a kk) (x) (S^T kk) + k (x) v, and o = S^T r.
 
-A sequence's state is changed in place only by tokens that count for certain. Of those behind them it keeps
-`RWKV7_KEPT`: they are computed again by the next step, so that rejected drafts are taken back by being left out. Every
-token is computed alike, one after the other, however many rows are beside it.
+`recurrence` says how a state stays right where tokens are taken back: what it keeps of a token are `RWKV7_KEPT`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.state_shapes import REPLAYED_ROWS, RWKV7_KEPT, Rwkv7Shape, StateShape
+from localllm.kernels.recurrence import raw_rows, walk
+from localllm.kernels.state_shapes import RWKV7_KEPT, Rwkv7Shape, StateShape
 
 LOG_DECAY = -0.6065306597126334  # of a decay's sigmoid: -exp(-0.5)
 SMALLEST_NORM = 1e-12
@@ -59,44 +58,23 @@ def mix_time(rows: StateRows[Rwkv7Shape], r: Tensor, g: Tensor, weights: TimeMix
 
     rows.raw: RWKV7_KEPT of each. r, g: fp32 [T, features].
     """
-    state, shape, end = rows.state, rows.state.shape, rows.past + len(rows.raw)
-    begin = min(state.position, rows.past)
-    raw = torch.cat((state.rows(begin - 1, rows.past), rows.raw.float()))
-    _, k, v, w, a = raw[1:].view(end - begin, len(RWKV7_KEPT), shape.num_heads, shape.head_dim).unbind(1)
+    shape, raw = rows.state.shape, raw_rows(rows)
+    _, k, v, w, a = raw[1:].view(-1, len(RWKV7_KEPT), shape.num_heads, shape.head_dim).unbind(1)
     r = r.view(-1, shape.num_heads, shape.head_dim)
     decay = (_sigmoid(w).double() * LOG_DECAY).exp().float()
     rate = _sigmoid(a)
     unit = _unit(k * weights.removal_key.view(k.shape[1:]))
     k = k + k * (rate - 1.0) * weights.rate_key.view(k.shape[1:])
-    mixed = torch.empty(len(rows.raw), shape.num_heads, shape.head_dim, device=raw.device)
-    S = _plain(state)  # [heads, key features, value features]
-    for i in range(end - begin):
-        position = begin + i
+    replayed = len(k) - len(r)
+
+    def take_in(S: Tensor, i: int) -> Tensor:
         held = torch.einsum("hkv,hk->hv", S, unit[i])
         removed = (rate[i] * unit[i])[:, :, None] * held[:, None]
-        S = S * decay[i, :, :, None] - removed + k[i, :, :, None] * v[i, :, None]
-        if position >= rows.past:
-            mixed[position - rows.past] = torch.einsum("hkv,hk->hv", S, r[position - rows.past])
-        if position + 1 in rows.snapshots:
-            state.write_snapshot(rows.snapshots[position + 1], _tiled(S, shape), raw[i + 1 : i + 2])
-        if position + 1 == rows.committed:
-            state.matrices.copy_(_tiled(S, shape).flatten())
-            state.position = rows.committed
-    state.keep_rows(rows.past, rows.raw)
-    own = slice(rows.past - begin, None)
-    bonus = (r * k[own] * weights.bonus.view(k.shape[1:])).sum(-1, keepdim=True) * v[own]
+        return S * decay[i, :, :, None] - removed + k[i, :, :, None] * v[i, :, None]
+
+    mixed = walk(rows, raw, take_in, lambda S, i: torch.einsum("hkv,hk->hv", S, r[i - replayed]))
+    bonus = (r * k[replayed:] * weights.bonus.view(k.shape[1:])).sum(-1, keepdim=True) * v[replayed:]
     return (_head_norm(mixed, weights) + bonus).flatten(1) * g
-
-
-def mix_channels(rows: StateRows[StateShape]) -> None:
-    """Bring a state up to date of which only the rows count. rows.raw: what went into the layer."""
-    state = rows.state
-    for position, snapshot in rows.snapshots.items():
-        at = position - rows.past
-        if -REPLAYED_ROWS < at <= len(rows.raw):  # else another batch of the forward takes it
-            tail = rows.raw[at - 1 : at] if at > 0 else state.rows(position - 1, position)
-            state.write_snapshot(snapshot, state.matrices, tail)
-    state.keep_rows(rows.past, rows.raw)
 
 
 def _head_norm(x: Tensor, weights: TimeMixWeights) -> Tensor:
@@ -112,13 +90,3 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=SMALLEST_NORM)
-
-
-def _plain(state: LayerState[Rwkv7Shape]) -> Tensor:
-    """[heads, tiles, key features, lanes] -> [heads, key features, value features]"""
-    shape = state.shape
-    return state.matrices.view(shape.num_heads, -1, shape.head_dim, shape.lanes).transpose(1, 2).flatten(2)
-
-
-def _tiled(S: Tensor, shape: Rwkv7Shape) -> Tensor:
-    return S.reshape(*S.shape[:2], -1, shape.lanes).transpose(1, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_state import StateRows
-from localllm.kernels.state_shapes import STEP_ROWS, ConvShape
+from localllm.kernels.state_shapes import ConvShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +30,11 @@ def convolve(rows: StateRows[ConvShape], weights: ConvWeights) -> Tensor:
 
     rows.raw: B * x.
     """
-    state, shape, count = rows.state, rows.state.shape, len(rows.raw)
-    before, kept = shape.conv_width - 1, shape.kept_rows
-    raw = torch.cat((state.rows(rows.past - kept, rows.past), rows.raw))
+    raw = torch.cat((rows.state.rows(rows.past - len(weights.taps) + 1, rows.past), rows.raw))
     convolved = torch.zeros_like(rows.raw)
-    for tap in range(shape.conv_width):
-        begin = kept - before + tap
-        convolved += raw[begin : begin + count] * weights.taps[tap]
+    for n, tap in enumerate(weights.taps):
+        convolved += raw[n : n + len(convolved)] * tap
     if weights.bias is not None:
         convolved += weights.bias
-    for position, snapshot in rows.snapshots.items():
-        end = position - rows.past + kept
-        if kept - STEP_ROWS <= end <= len(raw):  # an older one was written when its tokens were new
-            state.write_snapshot(snapshot, state.matrices, raw[end - before : end])
-    state.keep_rows(rows.past, rows.raw)
+    rows.keep()
     return convolved

@@ -90,8 +90,29 @@ class StateShape(ABC):
         return _rounded(self.matrix_bytes + 4 * (self.conv_width - 1) * self.row_floats, 64)
 
 
-class ConvolvedShape(StateShape):
-    """The shape of a layer with a convolution in front. channels: features that it sees, the first of a kept row."""
+class MatrixShape(StateShape):
+    """The shape of a layer whose heads keep a matrix each: float32 [heads, columns / lanes, rows, lanes]."""
+
+    @property
+    @abstractmethod
+    def matrix_dims(self) -> tuple[int, int]:
+        """Rows and columns of a head's matrix."""
+
+    @property
+    def lanes(self) -> int:
+        """Columns that lie side by side."""
+        _, columns = self.matrix_dims
+        return TILE if columns % TILE == 0 else columns
+
+    @property
+    def matrix_floats(self) -> int:
+        rows, columns = self.matrix_dims
+        return self.heads * rows * columns
+
+
+class ConvolvedShape(MatrixShape):
+    """The shape of such a layer with a convolution in front. channels: features that it sees, the first of a kept
+    row."""
 
     @property
     @abstractmethod
@@ -100,8 +121,8 @@ class ConvolvedShape(StateShape):
 
 @dataclass(frozen=True)
 class DeltaShape(ConvolvedShape):
-    """A layer of Gated DeltaNet, or of Kimi Delta Attention: its heads, and what it keeps of a sequence, float32
-    matrices [value heads, value_dim / lanes, key_dim, lanes] among it.
+    """A layer of Gated DeltaNet, or of Kimi Delta Attention: a value head's matrix has a row for each feature
+    of its key, a column for each of its value.
 
     key_heads, key_dim: of queries and of keys. value_heads: a multiple of key_heads.
     conv_width: tokens that the convolution sees, the last one included.
@@ -125,11 +146,6 @@ class DeltaShape(ConvolvedShape):
     @property
     def value_features(self) -> int:
         return self.value_heads * self.value_dim
-
-    @property
-    def lanes(self) -> int:
-        """Value features that lie side by side in a state."""
-        return TILE if self.value_dim % TILE == 0 else self.value_dim
 
     @property
     def fills_vectors(self) -> bool:
@@ -160,8 +176,8 @@ class DeltaShape(ConvolvedShape):
         return self.value_heads
 
     @property
-    def matrix_floats(self) -> int:
-        return self.value_heads * self.key_dim * self.value_dim
+    def matrix_dims(self) -> tuple[int, int]:
+        return self.key_dim, self.value_dim
 
 
 @dataclass(frozen=True)
@@ -194,8 +210,7 @@ class ConvShape(StateShape):
 
 @dataclass(frozen=True)
 class Mamba2Shape(ConvolvedShape):
-    """A layer of Mamba 2: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
-    state_size, lanes] among it.
+    """A layer of Mamba 2: a head's matrix has a row for each feature of B and C, a column for each of x.
 
     num_heads: a multiple of num_groups, whose heads follow each other. state_size: features of a group's B and C.
     conv_width: tokens that the convolution sees, the last one included.
@@ -218,11 +233,6 @@ class Mamba2Shape(ConvolvedShape):
         return self.features + 2 * self.num_groups * self.state_size
 
     @property
-    def lanes(self) -> int:
-        """Features of a head that lie side by side in a state."""
-        return TILE if self.head_dim % TILE == 0 else self.head_dim
-
-    @property
     def fills_vectors(self) -> bool:
         return self.state_size % TILE == 0 == self.head_dim % TILE
 
@@ -241,8 +251,8 @@ class Mamba2Shape(ConvolvedShape):
         return self.num_heads
 
     @property
-    def matrix_floats(self) -> int:
-        return self.features * self.state_size
+    def matrix_dims(self) -> tuple[int, int]:
+        return self.state_size, self.head_dim
 
 
 @dataclass(frozen=True)
@@ -306,9 +316,8 @@ RWKV7_MIXED = ("r", "w", "k", "v", "a", "g")  # what a token and the one before 
 
 
 @dataclass(frozen=True)
-class Rwkv7Shape(StateShape):
-    """A time mix of RWKV-7: its heads, and what it keeps of a sequence, float32 matrices [heads, head_dim / lanes,
-    head_dim, lanes] among it: the features of keys before those of values that lie side by side."""
+class Rwkv7Shape(MatrixShape):
+    """A time mix of RWKV-7: a head's matrix has a row for each feature of its key, a column for each of its value."""
 
     num_heads: int
     head_dim: int
@@ -319,11 +328,6 @@ class Rwkv7Shape(StateShape):
         return self.num_heads * self.head_dim
 
     @property
-    def lanes(self) -> int:
-        """Value features that lie side by side in a state."""
-        return TILE if self.head_dim % TILE == 0 else self.head_dim
-
-    @property
     def fills_vectors(self) -> bool:
         return self.head_dim % TILE == 0 and self.head_dim <= 256  # a head's matrix is on a thread's stack, too
 
@@ -332,8 +336,8 @@ class Rwkv7Shape(StateShape):
         return self.num_heads
 
     @property
-    def matrix_floats(self) -> int:
-        return self.features * self.head_dim
+    def matrix_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim
 
     @property
     def row_floats(self) -> int:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.product import FEW_ROWS
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
@@ -170,8 +170,8 @@ class GpuTables:
         return tuple(AttentionHistory(v["tasks"], v["pages"][g]) for g in range(self.shape.groups))
 
     @cached_property
-    def states(self) -> DeltaTables:
-        return DeltaTables(self.views["states"], self.views["positions"])
+    def states(self) -> SegmentTables:
+        return SegmentTables(self.views["states"], self.views["positions"])
 
     def frequencies(self, rotation: int, batch: Batch) -> Tensor:
         """fp32 [1 or rows, rotary_dim / 2], on the device."""

@@ -17,7 +17,6 @@ from localllm.kernels.rwkv7 import (
     TimeMixWeights,
     before,
     gated_values,
-    mix_channels,
     mix_time,
     shifted,
 )
@@ -183,7 +182,7 @@ class Rwkv7ChannelMix:
         shape, wide = self.config.shape, x.float()
         (mixed,) = shifted(wide, _before(shape, self.layer, wide, batch), self.mix[None])
         for segment in by_sequence(batch.segments):
-            mix_channels(state_rows(segment, shape, self.layer, wide[segment.begin : segment.end]))
+            state_rows(segment, shape, self.layer, wide[segment.begin : segment.end]).keep()
         inner = functional.relu(adapted(self.key, mixed.to(x.dtype), batch)).square()
         return adapted(self.value, inner, batch)
 

@@ -14,8 +14,8 @@ from localllm.engine.kernel_check import scope_of
 from localllm.kernels.gpu import check, check_short_conv, short_conv
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.sizes import Weights
 from localllm.kernels.state_shapes import ConvShape
 from localllm.models.families import load_config
@@ -54,7 +54,7 @@ class GpuLayer:
             words.append((row, end, one.past, one.committed, one.states.data_ptr(), 0, due.data_ptr(), len(due)))
             row = end
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
-        tables = DeltaTables(torch.tensor(words + [(0,) * 8] * nobodys), positions)
+        tables = SegmentTables(torch.tensor(words + [(0,) * 8] * nobodys), positions)
         into = out if codes is None else codes
         short_conv.convolve(wide, into, tables, self.weights, shape, place_of(shape)).run()
         assert out[T:].isnan().all()

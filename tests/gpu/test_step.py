@@ -124,6 +124,7 @@ def test_packed_weights_and_coded_pages_are_computed_as_the_cpu_does(weights, kv
 # By the names that families have for the width of an expert. Norms of means are left to operators.
 EXPERT_WIDTH = {"moe_intermediate_size": 48, "intermediate_size": 96}
 LEFT_TO_OPERATORS = {"phimoe", "phimoe-jitter"}
+OF_FOUR = ("dots1-groups-windowed", "qwen3_5_moe", "gpt_oss-square", "lfm2_moe", "lfm2_moe-odd")
 ENDS = ("moe", "mixtral", "dots1", "minimax_m2", "gpt_oss")
 MIXTURES = [name for name, (kind, _) in FAMILIES.items() if kind.endswith(ENDS)]
 QUICK_MIXTURES = {("qwen2_moe", "int4-g32"), ("glm4_moe-groups", "int8"), ("mixtral", "int8"), ("phimoe", "int4-g32")}
@@ -136,7 +137,7 @@ QUICK_MIXTURES.add(("gpt_oss", "int4-g32"))
 def test_a_packed_mixture_is_computed_by_our_kernels_as_the_cpu_does(family, weights, tmp_path):
     """The first layer of some families has none."""
     # A hybrid's last of four attends, and some files name the kinds of all four.
-    layers = 4 if family in ("dots1-groups-windowed", "qwen3_5_moe", "gpt_oss-square") else 2
+    layers = 4 if family in OF_FOUR else 2
     write_checkpoint(tmp_path, family, layers=layers, **EXPERT_WIDTH)
     engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights))
     mixtures = [block for block in engine.model.blocks if isinstance(block.body, MoE)]

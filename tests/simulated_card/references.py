@@ -33,11 +33,11 @@ from localllm.kernels.gpu import (
 )
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
@@ -155,7 +155,7 @@ def _delta_mix(
     wide: Tensor,
     gates: Tensor,
     out: Tensor | Codes,
-    tables: DeltaTables,
+    tables: SegmentTables,
     weights: DeltaWeights,
     shape: DeltaShape,
     place: StatePlace,
@@ -173,7 +173,7 @@ def _convolve(
     card: SimulatedCard,
     wide: Tensor,
     out: Tensor | Codes,
-    tables: DeltaTables,
+    tables: SegmentTables,
     weights: ConvWeights,
     shape: ConvShape,
     place: StatePlace,
@@ -189,7 +189,7 @@ S = TypeVar("S", bound=StateShape)
 
 
 def _state_rows(
-    card: SimulatedCard, raw: Tensor, tables: DeltaTables, shape: S, place: StatePlace
+    card: SimulatedCard, raw: Tensor, tables: SegmentTables, shape: S, place: StatePlace
 ) -> Iterator[tuple[int, int, StateRows[S]]]:
     """Yield the rows of each segment, and which they are of the batch."""
     for begin, end, past, committed, states, _, pairs, count in tables.segments.tolist():
@@ -213,7 +213,7 @@ def _mamba_mix(
     wide: Tensor,
     steps: Tensor,
     out: Tensor,
-    tables: DeltaTables,
+    tables: SegmentTables,
     weights: Mamba2Weights,
     shape: Mamba2Shape,
     place: StatePlace,

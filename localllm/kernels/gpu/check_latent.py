@@ -39,7 +39,7 @@ class LatentHeads:
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
-        """Of open pages, which are INT8 beside coded ones, and of those."""
+        """Of own pages, and of coded ones."""
         shape = KVShape(1, self.latent_dim + self.shared_dim, self.latent_dim)
         if self.keys == "dense":
             return layout_of(shape, "dense", "dense", self.dtype), None

@@ -14,7 +14,7 @@ from localllm.kernels.gpu import short_conv as gpu_short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code
 from localllm.kernels.gpu.check_case import Case, codes_for, differing, error_of, poisoned
-from localllm.kernels.gpu.delta import DeltaTables
+from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.sizes import Weights
@@ -85,7 +85,7 @@ def _run(
     due = [(at, each.data_ptr()) for at, each in tokens.snapshots[0].items() if at <= end]
     pairs = torch.tensor(due or [(0, 0)], device=device)
     words = (0, count, past, end, tokens.states.data_ptr(), 0, pairs.data_ptr(), len(due))
-    tables = DeltaTables(torch.tensor([words], device=device), torch.zeros(count, dtype=torch.int32, device=device))
+    tables = SegmentTables(torch.tensor([words], device=device), torch.zeros(count, dtype=torch.int32, device=device))
     on_device = ConvWeights(weights.taps.to(device), None if weights.bias is None else weights.bias.to(device))
     place = StatePlace(_LAYER * shape.state_bytes, _LAYER * shape.snapshot_bytes)
     out = poisoned(count, shape.channels, device=device)

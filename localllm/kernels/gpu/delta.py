@@ -15,7 +15,6 @@ its share of a row: it knows of no others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,63 +25,27 @@ from torch import Tensor
 from localllm.kernels import delta_rule
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu.activations import Codes, activated
-from localllm.kernels.gpu.attention_merge import appended, can_code, store_codes
+from localllm.kernels.gpu.attention_merge import can_code, store_codes
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
-from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, DeltaShape, StatePlace
+from localllm.kernels.gpu.recurrence import (
+    VALUES_A_PROGRAM,
+    WORDS,
+    SegmentTables,
+    convolved,
+    due_of,
+    first_of,
+    floats_at,
+    keep_rows,
+    raw_of,
+    runs_of,
+    softplus,
+    stop_of,
+    store_tails,
+    taps_of,
+)
+from localllm.kernels.state_shapes import DeltaShape, StatePlace
 
-_REPLAYED = tl.constexpr(REPLAYED_ROWS)
 _L2_EPS = tl.constexpr(delta_rule.L2_EPS)
-_WORDS = tl.constexpr(len(STATE_WORDS))
-# Features of a program: a warp holds its part of a state of 128 key features in 32 registers a thread.
-VALUES_A_PROGRAM = 8
-FEW_RUNS, RUN_TOKENS = 4, 4  # of a segment's tokens, each of which one program prepares
-
-
-@dataclass(frozen=True)
-class DeltaTables:
-    """segments int64 [S, words]: see STATE_WORDS; end is not above begin where a segment is nobody's. positions int32
-    [M]: -1 is a padding row, for which nothing is written. num_rows: of the buffers that also hold rows computed again.
-    """
-
-    segments: Tensor
-    positions: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.positions) + REPLAYED_ROWS * len(self.segments)
-
-
-@triton.jit
-def floats_at(address, offset):
-    return tl.multiple_of((address + offset).to(tl.pointer_type(tl.float32)), 16)
-
-
-@triton.jit
-def raw_of(
-    wide, gates, ring, begin, past, position, column, mask, wide_stride,
-    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """Columns of what goes into the layer at a position, fp32: from the batch, or from what was kept before it; zeros
-    before the first token."""
-    row, is_new, is_gate = begin + position - past, position >= past, column >= CHANNELS
-    is_kept = (position >= 0) & (position < past)
-    kept = tl.load(ring + (position + KEPT) % KEPT * ROW + column, mask=mask & is_kept, other=0.0)
-    new = tl.load(wide + row * wide_stride + column, mask=mask & is_new & (column < CHANNELS), other=0.0)
-    gate = tl.load(gates + row * (ROW - CHANNELS) + column - CHANNELS, mask=mask & is_new & is_gate, other=0.0)
-    return tl.where(is_new, tl.where(is_gate, gate, new.to(tl.float32)), kept)
-
-
-@triton.jit
-def softplus(x):
-    """max(x, 0) + log(1 + e^-|x|), the logarithm by its series, as a card's own is not exact near one: with
-    z = y / (2 + y), log(1 + y) = 2 (z + z^3 / 3 + z^5 / 5 + ...), z being a third at most."""
-    y = tl.exp(-tl.abs(x))
-    z = y / (2.0 + y)
-    square = z * z
-    series = square * 0.0 + 1.0 / 15
-    for i in tl.static_range(7):
-        series = tl.fma(series, square, square * 0.0 + 1.0 / (13 - 2 * i))
-    return tl.maximum(x, 0.0) + 2.0 * z * series
 
 
 @triton.jit(do_not_specialize=["state_at", "snapshot_at", "runs"])
@@ -95,33 +58,27 @@ def _prepare(
 ):  # fmt: skip
     """A program has a head of the queries, keys or values, and a run of a segment's tokens."""
     after_previous(OVERLAPS)
-    unit, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    unit, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * WORDS
     begin, last = tl.load(words), tl.load(words + 1)
     if last <= begin:
         return
     past, state, row = tl.load(words + 2), tl.load(words + 4), tl.load(words + 5)
     state += state_at
     end, ring = past + last - begin, floats_at(state, MATRIX_BYTES)
-    position = tl.load((state + POSITIONS).to(tl.pointer_type(tl.int64)))
-    first = tl.maximum(tl.minimum(position, past), past - _REPLAYED)
+    first = first_of(state, past, POSITIONS)
     if (unit == 0) & (run == 0):
         tl.store(firsts + tl.program_id(2), first)
     head, is_value = unit - 2 * KEY_HEADS, unit >= 2 * KEY_HEADS
     lane = tl.arange(0, BLOCK)
     column = tl.where(is_value, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, unit * KEY_DIM) + lane
     mask = lane < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    weights = ()
-    for tap in tl.static_range(TAPS):
-        weights = appended(weights, tl.load(conv + tap * CHANNELS + column, mask=mask, other=0.0))
+    weights = taps_of(conv, column, mask, CHANNELS, TAPS)
     each = (end - first + runs - 1) // runs
     for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
-        value = tl.zeros((BLOCK,), tl.float32)
-        for tap in tl.static_range(TAPS):
-            seen = raw_of(
-                wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
-                CHANNELS, ROW, KEPT,
-            )  # fmt: skip
-            value = tl.fma(seen, weights[tap], value)
+        value = convolved(
+            tl.zeros((BLOCK,), tl.float32), weights, wide, gates, ring, begin, past, position, column, mask,
+            wide_stride, CHANNELS, ROW, KEPT, TAPS,
+        )  # fmt: skip
         value = activated(value, "silu")
         into = prepared + (row + position - past) * ROW
         if is_value:
@@ -149,25 +106,6 @@ def _prepare(
 
 
 @triton.jit
-def store_tails(
-    wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
-    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Columns of the rows before each snapshot's position, to the snapshot."""
-    pairs = tl.load(words + 6).to(tl.pointer_type(tl.int64))
-    for n in range(tl.load(words + 7)):
-        wanted, address = tl.load(pairs + 2 * n), tl.load(pairs + 2 * n + 1)
-        if (wanted > first) & (wanted <= end):
-            tail = floats_at(address + snapshot_at, MATRIX_BYTES)
-            for tap in tl.static_range(TAPS - 1):
-                row = raw_of(
-                    wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
-                    CHANNELS, ROW, KEPT,
-                )  # fmt: skip
-                tl.store(tail + tap * ROW + column, row, mask=mask)
-
-
-@triton.jit
 def _token(
     row, key_head, head, key, value, is_there,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -184,17 +122,6 @@ def _token(
     return q, k, v, beta, decay
 
 
-@triton.jit
-def stop_of(pairs, n, num, snapshot_at, state, own_end):
-    """Before which position the state is to be stored next, and where: a snapshot, or behind the last of them the state
-    itself. -1 behind that."""
-    is_snapshot = n < num
-    wanted = tl.load(pairs + 2 * n, mask=is_snapshot, other=0)
-    address = tl.load(pairs + 2 * n + 1, mask=is_snapshot, other=0) + snapshot_at
-    stop = tl.where(is_snapshot, wanted, tl.where(n == num, own_end, -1))
-    return stop, tl.where(is_snapshot, address, state)
-
-
 @triton.jit(do_not_specialize=["state_at", "snapshot_at"])
 def _take_in(
     wide, gates, prepared, firsts, mixed, segments, state_at, snapshot_at, wide_stride,
@@ -205,7 +132,7 @@ def _take_in(
 ):  # fmt: skip
     """A program has VALUES features of a value head in one segment, and SHARE columns of the rows that are kept."""
     after_previous(OVERLAPS)
-    part, head, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    part, head, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * WORDS
     begin, last = tl.load(words), tl.load(words + 1)
     if last <= begin:
         return
@@ -223,9 +150,7 @@ def _take_in(
     q, k, v, beta, decay = _token(
         at, key_head, head, key, value, first < end, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CHANNELS
     )
-    n = first * 0
-    for i in range(num):
-        n += (tl.load(pairs + 2 * i) <= first).to(tl.int64)
+    n = due_of(pairs, num, first)
     stop, target = stop_of(pairs, n, num, snapshot_at, state, own_end)
     for position in range(first, end):
         at += ROW
@@ -248,12 +173,7 @@ def _take_in(
     if part == 0:
         tl.store((state + POSITIONS).to(tl.pointer_type(tl.int64)) + head, own_end)
     column = (head * (VALUE_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
-    ring = floats_at(state, MATRIX_BYTES)
-    for position in range(tl.maximum(past, end - KEPT), end):
-        kept = raw_of(
-            wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
-        )  # fmt: skip
-        tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
+    keep_rows(wide, gates, state, begin, past, end, column, wide_stride, CHANNELS, ROW, KEPT, MATRIX_BYTES)
 
 
 @triton.jit(do_not_specialize=["code_stride"])
@@ -283,7 +203,7 @@ def _gated_norm(
 
 
 def mix(
-    wide: Tensor, gates: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: DeltaWeights, shape: DeltaShape,
+    wide: Tensor, gates: Tensor, out: Tensor | Codes, tables: SegmentTables, weights: DeltaWeights, shape: DeltaShape,
     place: StatePlace,
 ) -> list[KernelLaunch]:  # fmt: skip
     """wide [M, channels + value features], in rows of any stride: queries, keys and values before the convolution, then
@@ -300,7 +220,7 @@ def mix(
         "wide": wide, "gates": gates, "prepared": prepared, "firsts": firsts, "segments": segments,
         "state_at": place.state, "snapshot_at": place.snapshot, "wide_stride": wide.stride(0),
     }  # fmt: skip
-    runs = min(rows + 1, FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, RUN_TOKENS)
+    runs = runs_of(rows)
     preparing = KernelLaunch(
         _prepare,
         (2 * shape.key_heads + shape.value_heads, runs, len(segments)),
@@ -339,7 +259,7 @@ def _sizes(shape: DeltaShape) -> dict[str, Any]:
 
 
 def _norm(
-    mixed: Tensor, wide: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: DeltaWeights, shape: DeltaShape
+    mixed: Tensor, wide: Tensor, out: Tensor | Codes, tables: SegmentTables, weights: DeltaWeights, shape: DeltaShape
 ) -> KernelLaunch:
     codes = out if isinstance(out, Codes) else None
     assert codes is None or (can_code(shape.value_dim, codes.group) and codes.q.shape[1] == shape.value_features)

@@ -224,7 +224,7 @@ def _zeros(R: tl.constexpr, SLICE: tl.constexpr, CODING: tl.constexpr):
 def _attend_latents(
     q, part, peaks, totals, positions, own, own_stride, tasks, tables, layer, factor, num_rows, table_stride,
     H: tl.constexpr, D: tl.constexpr, LATENT: tl.constexpr, SLICE: tl.constexpr, CODING: tl.constexpr,
-    OPEN: tl.constexpr, DENSE: tl.constexpr, OPEN_BYTES: tl.constexpr, CODED_BYTES: tl.constexpr,
+    OWN: tl.constexpr, DENSE: tl.constexpr, OWN_BYTES: tl.constexpr, CODED_BYTES: tl.constexpr,
     OPERAND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, SECTION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
@@ -258,7 +258,7 @@ def _attend_latents(
         number = step
         if CODING != "dense":
             number = tl.where(step == 0, own_page, 0)
-        address = tl.load(pages + number, mask=number < own_page, other=0) + layer.to(tl.int64) * OPEN_BYTES
+        address = tl.load(pages + number, mask=number < own_page, other=0) + layer.to(tl.int64) * OWN_BYTES
         if number == own_page:
             address = tl.load(own + first_token) + layer.to(tl.int64) * tl.load(own_stride + first_token)
         if CODING == "dense":
@@ -269,7 +269,7 @@ def _attend_latents(
         else:
             mixed, peak, total = _coded_page(
                 page_at(address, 0), number * PAGE, position, q, first, mixed, peak, total, factor,
-                LATENT, SLICE, D, CODING, OPEN, OPERAND,
+                LATENT, SLICE, D, CODING, OWN, OPERAND,
             )  # fmt: skip
     row += section.to(tl.int64) * num_rows * H
     if first == 0:  # as all slices have them
@@ -278,15 +278,15 @@ def _attend_latents(
     _store(part + row * LATENT + first, is_row, mixed, SLICE, CODING)
 
 
-def is_wide(dense: PageLayout) -> bool:
+def is_wide(own: PageLayout) -> bool:
     """Return whether operands are in fp32, else in bf16, which the interpreter multiplies wrongly."""
-    return is_interpreted() or dense.dtype is torch.float32
+    return is_interpreted() or own.dtype is torch.float32
 
 
-def new_queries(rows: int, heads: int, dense: PageLayout, device: torch.device | str = "cpu") -> Tensor:
+def new_queries(rows: int, heads: int, own: PageLayout, device: torch.device | str = "cpu") -> Tensor:
     """Return room for queries [M, H, D], as they are multiplied."""
-    dtype = torch.float32 if is_wide(dense) else torch.bfloat16
-    return torch.empty((rows, heads, dense.head_dim), dtype=dtype, device=device)
+    dtype = torch.float32 if is_wide(own) else torch.bfloat16
+    return torch.empty((rows, heads, own.head_dim), dtype=dtype, device=device)
 
 
 def _slice_of(latent_dim: int) -> int:
@@ -301,7 +301,7 @@ def attend_latents(
     tokens: TokenTables,
     history: AttentionHistory,
     parts: Parts,
-    dense: PageLayout,
+    own: PageLayout,
     coded: PageLayout | None,
     layer: int,
     *,
@@ -311,13 +311,13 @@ def attend_latents(
     """q [M, H, D] from `latent_store`, see `new_queries` -> out fp32 [M, H * latent], or its codes. Else see
     `attention.attend`."""
     M, H, D = q.shape
-    assert isinstance(dense, LatentLayout) and q.is_contiguous() and D == dense.head_dim
-    assert parts.mixed.shape[1:] == (M, H, dense.latent_dim)
+    assert isinstance(own, LatentLayout) and q.is_contiguous() and D == own.head_dim
+    assert parts.mixed.shape[1:] == (M, H, own.latent_dim)
     pages = 1 if parts.sections > 1 else ALL_PAGES
-    block, values = rows if is_interpreted() else DECODE_ROWS, _slice_of(dense.latent_dim)
+    block, values = rows if is_interpreted() else DECODE_ROWS, _slice_of(own.latent_dim)
     attending = KernelLaunch(
         kernel=_attend_latents,
-        grid=(len(history.tasks) * (rows // block), dense.latent_dim // values, parts.sections),
+        grid=(len(history.tasks) * (rows // block), own.latent_dim // values, parts.sections),
         arguments={
             "q": q, "part": parts.mixed, "peaks": parts.peaks, "totals": parts.totals,
             **{name: getattr(tokens, name) for name in ("positions", "own", "own_stride")},
@@ -325,11 +325,11 @@ def attend_latents(
             "num_rows": M, "table_stride": history.tables.stride(0),
         },
         constants={
-            **latent_constants(dense, coded), "OPEN_BYTES": dense.layer_bytes, "H": H, "SLICE": values,
-            "OPERAND": tl.float32 if is_wide(dense) else tl.bfloat16, "BLOCKS": rows // block, "BLOCK_R": block,
+            **latent_constants(own, coded), "OWN_BYTES": own.layer_bytes, "H": H, "SLICE": values,
+            "OPERAND": tl.float32 if is_wide(own) else tl.bfloat16, "BLOCKS": rows // block, "BLOCK_R": block,
             "SECTION": pages,
         },
-        num_warps=8 if is_wide(dense) else 4,
+        num_warps=8 if is_wide(own) else 4,
         num_stages=1,
     )  # fmt: skip
     return [attending, merge(parts, out, tokens, FAR.value, section_pages=pages, is_turned=coded is not None)]

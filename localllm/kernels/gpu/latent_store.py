@@ -27,27 +27,25 @@ from localllm.kernels.gpu.rope import (
     hadamard,
     page_at,
     scale_code,
+    turned,
 )
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 
 
 @triton.jit
-def _turned(
+def _features(
     first, behind, feature, inv_freq, position, rotary_scale,
     LATENT: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """fp32 [groups, 32]: the features at `first`, and those at `behind`, of which the leading ones are rotated."""
-    half: tl.constexpr = ROTARY // 2
     shared = feature - LATENT
     is_shared = (shared >= 0) & (feature < D)
     x = tl.load(first + feature, mask=shared < 0, other=0.0).to(tl.float32)
     x += tl.load(behind + shared, mask=is_shared, other=0.0).to(tl.float32)
-    turns, is_low = is_shared & (shared < ROTARY), shared < half
-    partner = tl.where(is_low, shared + half, shared - half)
+    turns = is_shared & (shared < ROTARY)
+    partner = tl.where(shared < ROTARY // 2, shared + ROTARY // 2, shared - ROTARY // 2)
     other = tl.load(behind + partner, mask=turns, other=0.0).to(tl.float32)
-    angle = position.to(tl.float32) * tl.load(inv_freq + tl.where(is_low, shared, partner), mask=turns, other=0.0)
-    sine = tl.sin(angle) * tl.where(is_low, -rotary_scale, rotary_scale)
-    return tl.where(turns, x * (tl.cos(angle) * rotary_scale) + other * sine, x)
+    return turned(x, other, shared, partner, turns, inv_freq, position, rotary_scale)
 
 
 @triton.jit
@@ -80,7 +78,7 @@ def _latent_store(
     absorbed, turning, kept, q, positions, own, own_stride, coded, inv_freq, norm, eps, rotary_scale,
     layer, turning_stride, kept_stride, inv_freq_stride,
     H: tl.constexpr, D: tl.constexpr, LATENT: tl.constexpr, GROUPS: tl.constexpr, ROTARY: tl.constexpr,
-    CODING: tl.constexpr, OPEN: tl.constexpr, DENSE: tl.constexpr, CODED_BYTES: tl.constexpr, OVERLAPS: tl.constexpr,
+    CODING: tl.constexpr, OWN: tl.constexpr, DENSE: tl.constexpr, CODED_BYTES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -92,13 +90,13 @@ def _latent_store(
     inv_freq += row * inv_freq_stride
     if head < H:
         first, behind = absorbed + (row * H + head) * LATENT, turning + row * turning_stride + head * (D - LATENT)
-        x = _turned(first, behind, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
+        x = _features(first, behind, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
         if CODING != "dense":
             x = hadamard(x)
         tl.store(q + (row * H + head) * D + feature, x.to(q.dtype.element_ty), mask=mask)
         return
     first = kept + row * kept_stride
-    x = _turned(first, first + LATENT, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
+    x = _features(first, first + LATENT, feature, inv_freq, position, rotary_scale, LATENT, D, ROTARY)
     latent = tl.where(feature < LATENT, x, 0.0)
     inverse = tl.rsqrt(tl.sum(latent * latent) / LATENT + eps)
     x = tl.where(feature < LATENT, x * inverse * tl.load(norm + feature, mask=feature < LATENT, other=0.0), x)
@@ -109,22 +107,22 @@ def _latent_store(
     if CODING == "dense":
         tl.store(own_page.to(tl.pointer_type(DENSE)) + slot * D + feature, x.to(DENSE), mask=mask)
     else:
-        _store_coded(x, own_page, slot, mask, LATENT, D, OPEN)
+        _store_coded(x, own_page, slot, mask, LATENT, D, OWN)
         address = tl.load(coded + row)
         if address != 0:
             page = page_at(address, layer.to(tl.int64) * CODED_BYTES)
             _store_coded(x, page, slot, mask, LATENT, D, CODING)
 
 
-def latent_constants(dense: PageLayout, coded: PageLayout | None) -> dict[str, Any]:
+def latent_constants(own: PageLayout, coded: PageLayout | None) -> dict[str, Any]:
     """Return what kernels know of pages of latents when they are compiled; sizes in bytes."""
-    assert isinstance(dense, LatentLayout) and dense.is_dense == (coded is None)
+    assert isinstance(own, LatentLayout) and own.is_dense == (coded is None)
     return {
-        "D": dense.head_dim,
-        "LATENT": dense.latent_dim,
+        "D": own.head_dim,
+        "LATENT": own.latent_dim,
         "CODING": "dense" if coded is None else coded.keys,
-        "OPEN": dense.keys,
-        "DENSE": TYPES[dense.dtype],
+        "OWN": own.keys,
+        "DENSE": TYPES[own.dtype],
         "CODED_BYTES": 0 if coded is None else coded.layer_bytes,
     }
 
@@ -136,7 +134,7 @@ def latent_store(
     q: Tensor,
     tokens: TokenTables,
     rope: Rope,
-    dense: PageLayout,
+    own: PageLayout,
     coded: PageLayout | None,
     layer: int,
 ) -> KernelLaunch:
@@ -145,9 +143,9 @@ def latent_store(
     stride. -> q [M, H, D] of any float type, turned as the pages of a coded format are; what is kept goes into the own
     pages, and into the coded ones. rope: its norm of keys is that of latents. layer: its row in the pools."""
     M, H, D = q.shape
-    assert isinstance(dense, LatentLayout) and rope.k_norm is not None
-    assert absorbed.is_contiguous() and q.is_contiguous() and absorbed.shape == (M, H * dense.latent_dim)
-    assert turning.shape == (M, H * (D - dense.latent_dim)) and kept.shape == (M, D)
+    assert isinstance(own, LatentLayout) and rope.k_norm is not None
+    assert absorbed.is_contiguous() and q.is_contiguous() and absorbed.shape == (M, H * own.latent_dim)
+    assert turning.shape == (M, H * (D - own.latent_dim)) and kept.shape == (M, D)
     return KernelLaunch(
         kernel=_latent_store,
         grid=(M, H + 1),
@@ -173,7 +171,7 @@ def latent_store(
             "H": H,
             "GROUPS": triton.next_power_of_2(triton.cdiv(D, kv_page.GROUP)),
             "ROTARY": 2 * rope.inv_freq.shape[1],
-            **latent_constants(dense, coded),
+            **latent_constants(own, coded),
         },
         num_warps=4 if D > 256 else 2,
     )

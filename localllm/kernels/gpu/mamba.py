@@ -13,24 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from localllm.kernels.gpu.activations import activated
-from localllm.kernels.gpu.attention_merge import appended
-from localllm.kernels.gpu.delta import (
-    FEW_RUNS,
-    RUN_TOKENS,
+from localllm.kernels.gpu.launch import KernelLaunch, after_previous
+from localllm.kernels.gpu.recurrence import (
     VALUES_A_PROGRAM,
-    DeltaTables,
+    WORDS,
+    SegmentTables,
+    convolved,
+    due_of,
+    first_of,
     floats_at,
+    keep_rows,
     raw_of,
+    runs_of,
     softplus,
     stop_of,
     store_tails,
+    taps_of,
 )
-from localllm.kernels.gpu.launch import KernelLaunch, after_previous
 from localllm.kernels.mamba_rule import Mamba2Weights
-from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS, STEP_ROWS, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import Mamba2Shape, StatePlace
 
-_REPLAYED = tl.constexpr(REPLAYED_ROWS)
-_WORDS = tl.constexpr(len(STATE_WORDS))
 _NORM_BLOCK = 1024  # features of a group that a program has at once
 
 
@@ -44,33 +46,27 @@ def _prepare_mamba(
 ):  # fmt: skip
     """A program has x of a head, or B or C of a group, and a run of a segment's tokens."""
     after_previous(OVERLAPS)
-    unit, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    unit, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * WORDS
     begin, last = tl.load(words), tl.load(words + 1)
     if last <= begin:
         return
     past, state, row = tl.load(words + 2), tl.load(words + 4), tl.load(words + 5)
     state += state_at
     end, ring = past + last - begin, floats_at(state, MATRIX_BYTES)
-    position = tl.load((state + POSITIONS).to(tl.pointer_type(tl.int64)))
-    first = tl.maximum(tl.minimum(position, past), past - _REPLAYED)
+    first = first_of(state, past, POSITIONS)
     if (unit == 0) & (run == 0):
         tl.store(firsts + tl.program_id(2), first)
     is_head, lane = unit < HEADS, tl.arange(0, BLOCK)
     column = tl.where(is_head, unit * HEAD_DIM, HEADS * HEAD_DIM + (unit - HEADS) * STATE) + lane
     mask = lane < tl.where(is_head, HEAD_DIM, STATE)
     bias = tl.load(conv_bias + column, mask=mask, other=0.0)
-    weights = ()
-    for tap in tl.static_range(TAPS):
-        weights = appended(weights, tl.load(conv + tap * CHANNELS + column, mask=mask, other=0.0))
+    weights = taps_of(conv, column, mask, CHANNELS, TAPS)
     each = (end - first + runs - 1) // runs
     for position in range(first + run * each, tl.minimum(first + run * each + each, end)):
-        value = bias
-        for tap in tl.static_range(TAPS):
-            seen = raw_of(
-                wide, gates, ring, begin, past, position - (TAPS - 1) + tap, column, mask, wide_stride,
-                CHANNELS, ROW, KEPT,
-            )  # fmt: skip
-            value = tl.fma(seen, weights[tap], value)
+        value = convolved(
+            bias, weights, wide, gates, ring, begin, past, position, column, mask, wide_stride,
+            CHANNELS, ROW, KEPT, TAPS,
+        )  # fmt: skip
         into = prepared + (row + position - past) * (CHANNELS + 2 * HEADS)
         tl.store(into + column, activated(value, "silu"), mask=mask)
         if is_head:
@@ -118,7 +114,7 @@ def _take_in_mamba(
 ):  # fmt: skip
     """A program has VALUES features of a head in one segment, and SHARE columns of the rows that are kept."""
     after_previous(OVERLAPS)
-    part, head, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    part, head, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * WORDS
     begin, last = tl.load(words), tl.load(words + 1)
     if last <= begin:
         return
@@ -133,9 +129,7 @@ def _take_in_mamba(
     S, skip = tl.load(floats_at(state, 0) + place, mask=is_key, other=0.0), tl.load(d + head)
     at = prepared + (row + first - past) * (CHANNELS + 2 * HEADS)
     b, c, x, step, decay = _token(at, group, head, key, value, first < end, HEADS, HEAD_DIM, GROUPS, STATE, CHANNELS)
-    n = first * 0
-    for i in range(num):
-        n += (tl.load(pairs + 2 * i) <= first).to(tl.int64)
+    n = due_of(pairs, num, first)
     stop, target = stop_of(pairs, n, num, snapshot_at, state, own_end)
     for position in range(first, end):
         at += CHANNELS + 2 * HEADS
@@ -156,12 +150,7 @@ def _take_in_mamba(
     if part == 0:
         tl.store((state + POSITIONS).to(tl.pointer_type(tl.int64)) + head, own_end)
     column = (head * (HEAD_DIM // VALUES) + part) * SHARE + tl.arange(0, SHARE)
-    ring = floats_at(state, MATRIX_BYTES)
-    for position in range(tl.maximum(past, end - KEPT), end):
-        kept = raw_of(
-            wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
-        )  # fmt: skip
-        tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
+    keep_rows(wide, gates, state, begin, past, end, column, wide_stride, CHANNELS, ROW, KEPT, MATRIX_BYTES)
 
 
 @triton.jit
@@ -200,7 +189,7 @@ def mix(
     wide: Tensor,
     steps: Tensor,
     out: Tensor,
-    tables: DeltaTables,
+    tables: SegmentTables,
     weights: Mamba2Weights,
     shape: Mamba2Shape,
     place: StatePlace,
@@ -223,7 +212,7 @@ def mix(
         "CHANNELS": shape.channels, "ROW": shape.row_floats, "KEPT": shape.kept_rows,
         "MATRIX_BYTES": shape.matrix_bytes, "POSITIONS": shape.positions_begin,
     }  # fmt: skip
-    runs = min(rows + 1, FEW_RUNS) if rows <= STEP_ROWS else triton.cdiv(rows, RUN_TOKENS)
+    runs = runs_of(rows)
     block = triton.next_power_of_2(max(shape.state_size, shape.head_dim))
     preparing = KernelLaunch(
         _prepare_mamba,
@@ -249,7 +238,7 @@ def mix(
 
 
 def _norm(
-    mixed: Tensor, wide: Tensor, out: Tensor, tables: DeltaTables, weights: Mamba2Weights, shape: Mamba2Shape
+    mixed: Tensor, wide: Tensor, out: Tensor, tables: SegmentTables, weights: Mamba2Weights, shape: Mamba2Shape
 ) -> KernelLaunch:
     features = shape.features // shape.num_groups
     return KernelLaunch(

@@ -87,24 +87,29 @@ def scales_of(codes):
 
 
 @triton.jit
+def turned(x, other, feature, partner, turns, inv_freq, position, rotary_scale):
+    """x fp32 [groups, 32] rotated with `other`, the features `partner`, where it turns."""
+    is_low = feature < partner
+    frequency = tl.load(inv_freq + tl.where(is_low, feature, partner), mask=turns, other=0.0)
+    angle = position.to(tl.float32) * frequency
+    sine = tl.sin(angle) * tl.where(is_low, -rotary_scale, rotary_scale)
+    return tl.where(turns, x * (tl.cos(angle) * rotary_scale) + other * sine, x)
+
+
+@triton.jit
 def _normalised_and_rotated(
     x, source, feature, norm, eps, inv_freq, position, rotary_scale,
     D: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """x fp32 [groups, 32], the head at `source`."""
-    half: tl.constexpr = ROTARY // 2
     turns = feature < ROTARY
-    is_low = feature < half
-    partner = tl.where(is_low, feature + half, feature - half)
+    partner = tl.where(feature < ROTARY // 2, feature + ROTARY // 2, feature - ROTARY // 2)
     other = tl.load(source + partner, mask=turns, other=0.0).to(tl.float32)
     if HAS_NORM:
         inverse = tl.rsqrt(tl.sum(x * x) / D + eps)
         x = x * inverse * tl.load(norm + feature, mask=feature < D, other=0.0)
         other = other * inverse * tl.load(norm + partner, mask=turns, other=0.0)
-    frequency = tl.load(inv_freq + tl.where(is_low, feature, partner), mask=turns, other=0.0)
-    angle = position.to(tl.float32) * frequency
-    sine = tl.sin(angle) * tl.where(is_low, -rotary_scale, rotary_scale)
-    return tl.where(turns, x * (tl.cos(angle) * rotary_scale) + other * sine, x)
+    return turned(x, other, feature, partner, turns, inv_freq, position, rotary_scale)
 
 
 @triton.jit

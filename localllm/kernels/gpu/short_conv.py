@@ -17,12 +17,11 @@ from torch import Tensor
 
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention_merge import can_code, store_codes
-from localllm.kernels.gpu.delta import DeltaTables
 from localllm.kernels.gpu.launch import KernelLaunch, after_previous
+from localllm.kernels.gpu.recurrence import WORDS, SegmentTables
 from localllm.kernels.short_conv import ConvWeights
-from localllm.kernels.state_shapes import STATE_WORDS, STEP_ROWS, ConvShape, StatePlace
+from localllm.kernels.state_shapes import STEP_ROWS, ConvShape, StatePlace
 
-_WORDS = tl.constexpr(len(STATE_WORDS))
 _STEP = tl.constexpr(STEP_ROWS)
 _BLOCK = 128  # channels of a program: four a thread
 _FEW_RUNS, _RUN_TOKENS = 4, 8  # of a segment's tokens
@@ -49,7 +48,7 @@ def _short_conv(
     CODE_BITS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     after_previous(OVERLAPS)
-    part, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * _WORDS
+    part, run, words = tl.program_id(0), tl.program_id(1), segments + tl.program_id(2) * WORDS
     begin, last = tl.load(words), tl.load(words + 1)
     if last <= begin:
         return
@@ -93,7 +92,7 @@ def _short_conv(
 
 
 def convolve(
-    wide: Tensor, out: Tensor | Codes, tables: DeltaTables, weights: ConvWeights, shape: ConvShape, place: StatePlace
+    wide: Tensor, out: Tensor | Codes, tables: SegmentTables, weights: ConvWeights, shape: ConvShape, place: StatePlace
 ) -> KernelLaunch:
     """wide [M, 3 * channels], in rows of any stride: B, C, x, of any float type. out fp32 [M, channels], or its codes
     where `can_code` has parts of `block_of`. place: of the layer's part."""

@@ -13,8 +13,8 @@ _SYS_ARCH_PRCTL, _REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18  # Linux, x86-64
 
 
 @cache
-def has_tiles() -> bool:
-    """Return whether this process may use them; on Linux it has to ask, once."""
+def has_amx() -> bool:
+    """Return whether this process may use AMX; on Linux it has to ask, once."""
     from llvmlite import binding as llvm
 
     features = llvm.get_host_cpu_features()
@@ -24,7 +24,7 @@ def has_tiles() -> bool:
     return bool(ask(_SYS_ARCH_PRCTL, _REQ_XCOMP_PERM, _TILE_DATA) == 0)
 
 
-class Tiles:
+class AmxTiles:
     """Tiles of up to 16 rows of 64 bytes: four of sums, two of rows, two of columns. The rows of the first of `ROWS`
     go with the first two of `SUMS`, those of the second with the others."""
 
