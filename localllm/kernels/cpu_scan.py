@@ -107,18 +107,17 @@ class _Rows(Prepared[MambaShape]):
 
     def keep(self, tile: Value) -> None:
         """Write 16 features of the rows to the snapshots and into the kept rows, and the state's new position."""
-        segment = self.segment
+        segment, at = self.segment, tile * _BYTES
         first = segment.first(tile)
-        self._keep(first, [tile * _BYTES], LANES, tile)
-        segment.positions.at(tile * 8).store(self.k.larger(segment.committed, first), 8)
 
-    def _copy(self, position: Value, target: Value, channels: list[Value], features: int, head: Value | None) -> None:
-        super()._copy(position, target, channels, features, None)
-        assert head is not None
-        at = head * _BYTES
-        self._copy_floats(self._steps(position).at(at), target.at(self._row_bytes).at(at), LANES)
-        with self.k.when(head.compare("eq", 0)):
-            self._copy_floats(self._b(position), target.at(2 * self._row_bytes), self.shape.state_size)
+        def copy(position: Value, row: Value) -> None:
+            self._copy(position, row, [at], LANES, None)
+            self._copy_floats(self._steps(position).at(at), row.at(self._row_bytes).at(at), LANES)
+            with self.k.when(tile.compare("eq", 0)):
+                self._copy_floats(self._b(position), row.at(2 * self._row_bytes), self.shape.state_size)
+
+        segment.keep_rows(copy, first)
+        segment.positions.at(tile * 8).store(self.k.larger(segment.committed, first), 8)
 
     def _steps(self, position: Value) -> Value:
         """A pointer to a token's steps."""

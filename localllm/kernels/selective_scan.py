@@ -4,7 +4,7 @@ Mamba (arXiv:2312.00752): x passes a short convolution and SiLU. Of that are mad
 all features share, and each feature's step dt = softplus(steps + dt_bias). A feature's state h [state_size] forgets by
 exp(-exp(A_log) dt) and takes in B dt x; y = h . C + D x.
 
-What is said of tokens that count for certain in `delta_rule` holds here, too.
+`recurrence` says how a state stays right where tokens are taken back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from localllm.kernels.layer_state import StateRows
+from localllm.kernels.recurrence import convolution, raw_rows, walk
 from localllm.kernels.state_shapes import MambaShape
 
 
@@ -38,7 +39,7 @@ def convolved(rows: StateRows[MambaShape], weights: ScanWeights) -> Tensor:
     """
     shape, past = rows.state.shape, rows.past
     before = rows.state.rows(past - shape.conv_width + 1, past)[:, : shape.features]
-    return _convolution(torch.cat((before, rows.raw.float())), weights)
+    return _convolved(torch.cat((before, rows.raw.float())), weights)
 
 
 def scan(rows: StateRows[MambaShape], c: Tensor, weights: ScanWeights) -> Tensor:
@@ -46,39 +47,23 @@ def scan(rows: StateRows[MambaShape], c: Tensor, weights: ScanWeights) -> Tensor
 
     rows.raw: what goes into the convolution, the steps, and B. c: fp32 [T, state_size].
     """
-    state, shape, end = rows.state, rows.state.shape, rows.past + len(rows.raw)
-    begin, before = min(state.position, rows.past), shape.conv_width - 1
-    raw = torch.cat((state.rows(begin - before, rows.past), rows.raw.float()))
-    x = _convolution(raw[:, : shape.features], weights)
-    steps, b = raw[before:, shape.features :].tensor_split([shape.features], dim=1)
-    mixed = torch.empty(len(rows.raw), shape.features, device=raw.device)
-    h = state.matrices.view(-1, shape.state_size, shape.lanes).transpose(0, 1).flatten(1)  # [state_size, features]
-    for i in range(end - begin):
-        position = begin + i
-        step = functional.softplus(steps[i] + weights.dt_bias)
-        h = h * (step * weights.rates).exp() + b[i][:, None] * (step * x[i])
-        if position >= rows.past:
-            mixed[position - rows.past] = (h * c[position - rows.past][:, None]).sum(0) + weights.d * x[i]
-        if position + 1 in rows.snapshots:
-            state.write_snapshot(rows.snapshots[position + 1], _in_lanes(h, shape), raw[i + 1 : i + 1 + before])
-        if position + 1 == rows.committed:
-            state.matrices.copy_(_in_lanes(h, shape).flatten())
-            state.position = rows.committed
-    state.keep_rows(rows.past, rows.raw)
-    return mixed
+    shape, raw = rows.state.shape, raw_rows(rows)
+    heads, (states, columns) = shape.heads, shape.matrix_dims
+    x = _convolved(raw, weights).view(-1, heads, columns)
+    steps, b = raw[shape.conv_width - 1 :, shape.features :].tensor_split([shape.features], dim=1)
+    rates, first = weights.rates.view(states, heads, columns).transpose(0, 1), len(x) - len(c)
+    d = weights.d.view(heads, columns)
+
+    def take_in(h: Tensor, i: int) -> Tensor:
+        step = functional.softplus(steps[i] + weights.dt_bias).view(heads, columns)
+        return h * (step[:, None] * rates).exp() + b[i][:, None] * (step * x[i])[:, None]
+
+    def read(h: Tensor, i: int) -> Tensor:
+        return (h * c[i - first][:, None]).sum(1) + d * x[i]
+
+    return walk(rows, raw, take_in, read).flatten(1)
 
 
-def _convolution(raw: Tensor, weights: ScanWeights) -> Tensor:
-    """raw [conv_width - 1 + T, features] -> [T, features]"""
-    taps = weights.conv
-    count = len(raw) - len(taps) + 1
-    # In fp64: torch's vectors round functions otherwise than what is left over behind them.
-    total = weights.conv_bias.double().repeat(count, 1)
-    for n, tap in enumerate(taps):
-        total += raw[n : n + count].double() * tap
-    return functional.silu(total).float()
-
-
-def _in_lanes(h: Tensor, shape: MambaShape) -> Tensor:
-    """[state_size, features] -> [features / lanes, state_size, lanes]"""
-    return h.view(shape.state_size, -1, shape.lanes).transpose(0, 1)
+def _convolved(raw: Tensor, weights: ScanWeights) -> Tensor:
+    """raw [conv_width - 1 + T, features and more] -> [T, features]"""
+    return functional.silu(convolution(raw, weights.conv, weights.conv_bias)).float()

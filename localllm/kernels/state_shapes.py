@@ -257,8 +257,8 @@ class Mamba2Shape(ConvolvedShape):
 
 @dataclass(frozen=True)
 class MambaShape(ConvolvedShape):
-    """A layer of Mamba: each feature has a state of its own, and what is kept of a sequence is float32 [features /
-    lanes, state_size, lanes] among it.
+    """A layer of Mamba: its heads are runs of features that lie side by side, each with a state of its own, a column
+    of a matrix with a row for each feature of B and C.
 
     state_size: of a feature, and of B and C, which all share. step_rank: features of what makes the steps.
     conv_width: tokens that the convolution sees, the last one included.
@@ -273,11 +273,6 @@ class MambaShape(ConvolvedShape):
     def channels(self) -> int:
         """Features that the convolution sees."""
         return self.features
-
-    @property
-    def lanes(self) -> int:
-        """Features that lie side by side in a state."""
-        return TILE if self.features % TILE == 0 else self.features
 
     @property
     def fills_vectors(self) -> bool:
@@ -299,12 +294,11 @@ class MambaShape(ConvolvedShape):
 
     @property
     def heads(self) -> int:
-        """Runs of features that lie side by side."""
-        return self.features // self.lanes
+        return self.features // self.matrix_dims[1]
 
     @property
-    def matrix_floats(self) -> int:
-        return self.features * self.state_size
+    def matrix_dims(self) -> tuple[int, int]:
+        return self.state_size, TILE if self.features % TILE == 0 else self.features
 
 
 # What a time mix of RWKV-7 makes of a token, so many features of each side by side: what the next token sees, keys,
