@@ -653,6 +653,12 @@ NOT_SUPPORTED = {
     "groups that divide no heads": ("mamba2", {"n_groups": 3}, "n_groups"),
     "a step without an upper bound's number": ("bamba", {"time_step_limit": [0.0, "never"]}, "time_step_limit"),
     "a step that no number is long enough for": ("bamba", {"time_step_limit": [1e39, math.inf]}, "time_step_limit"),
+    "another activation of a scan": ("mamba", {"hidden_act": "gelu"}, "Mamba with another activation"),
+    "steps of nothing": ("mamba", {"time_step_rank": 0}, "time_step_rank"),
+    "no features": ("mamba", {"expand": 0.001, "hidden_size": 64}, "expand"),
+    "a convolution of one token": ("falcon_mamba", {"conv_kernel": 1}, "conv_kernel"),
+    "attention in a layer behind the period": ("jamba", {"attn_layer_offset": 8}, "attn_layer_offset"),
+    "experts every no layers": ("jamba", {"expert_layer_period": 0}, "expert_layer_period"),
     "a layer that is not there": ("bamba", {"attn_layer_indices": [99]}, "attn_layer_indices"),
     "a router that is another family's": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
     "experts in every second layer": ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
@@ -671,6 +677,13 @@ def test_what_such_a_model_cannot_be_is_refused_by_name(case: str) -> None:
     family, own, named = NOT_SUPPORTED[case]
     with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(named)):
         parse_config({"model_type": family, **own}, "config.json")
+
+
+def test_a_mamba_has_a_rank_of_steps_and_features_for_its_hidden_state() -> None:
+    sizes = {"model_type": "mamba", "hidden_size": 2560}
+    for told, expected in (({}, (5120, 160)), ({"time_step_rank": 96, "intermediate_size": 4000}, (4000, 96))):
+        (shape,) = set(parse_config(sizes | told, "config.json").state_shapes)
+        assert (shape.features, shape.step_rank) == expected
 
 
 def test_a_step_of_mamba_2_may_be_unbounded_in_each_way_that_files_have_it() -> None:
