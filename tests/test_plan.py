@@ -40,6 +40,7 @@ from localllm.offload.streaming.expert_uses import BINS
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig, parse_bytes
+from tests.checkpoints import write_checkpoint
 from tests.cli_support import run_cli
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
@@ -434,8 +435,8 @@ def test_the_plan_of_a_hybrid_tells_what_its_layers_keep() -> None:
 @pytest.mark.parametrize(
     ("family", "own", "told"),
     [
-        ("mamba2", {"num_heads": 8, "head_dim": 16}, "all 4 layers keep a state in place of keys and values"),
-        ("falcon_h1", {"head_dim": 32, "mamba_d_ssm": 1024}, "all 4 layers keep a state beside keys and values"),
+        ("mamba2", {"num_heads": 8, "head_dim": 16}, "all layers keep a state in place of keys and values"),
+        ("falcon_h1", {"head_dim": 32, "mamba_d_ssm": 1024}, "all layers keep a state beside keys and values"),
         ("bamba", {"mamba_n_heads": 8, "attn_layer_indices": [1]}, "3 of 4 layers keep a state in place of keys"),
     ],
 )
@@ -444,6 +445,24 @@ def test_a_plan_says_which_layers_keep_a_state(family: str, own: dict[str, Any],
     config = parse_config({"model_type": family, **sizes, **own}, "a test's config")
     line = plan_text.hybrid(model_shape(config, RECIPES["int4-g64"], "bf16", "a test's model"))
     assert line.startswith(told) and ("a token takes" in line) == (family != "mamba2")
+
+
+@pytest.mark.parametrize(("model", "most"), [("lfm2-1.2b", 128000), ("rwkv7-1.5b", 1 << 18), ("falcon-h1-0.5b", 8192)])
+def test_the_usual_context_is_long_where_few_layers_keep_keys(model: str, most: int) -> None:
+    shape = model_shape(find_shape(model).config, RECIPES["int4-g64"], "bf16", model)
+    assert max(shape.default_ctx, shape.cheap_ctx) == most
+
+
+def test_a_typed_format_of_keys_that_a_model_does_not_keep_is_refused_and_a_stored_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "mamba2")
+    for command in (["plan", tmp_path], ["run", tmp_path, "--raw", "-p", "hi", "--max-tokens", "2"]):
+        refused = run_cli(*command, "--kv", "int4")
+        assert refused.code == 2 and "--kv has no effect" in refused.err
+        with monkeypatch.context() as patch:
+            patch.setenv("LOCALLLM_KV", "int4")
+            assert run_cli(*command).code == 0
 
 
 @pytest.mark.usefixtures("small_process")
@@ -635,4 +654,4 @@ def test_layers_that_keep_a_state_are_counted_among_all():
     )
     some, every = map(hybrid, shapes)
     assert some.startswith("6 of 8 layers keep a state") and some.endswith("in the others")
-    assert every.startswith("all 48 layers keep a state") and "others" not in every
+    assert every.startswith("all layers keep a state") and "others" not in every

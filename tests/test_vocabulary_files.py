@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from localllm.errors import TokenizerError
 from localllm.text.tokenizer import Tokenizer
+from tests.checkpoints import write_checkpoint
 from tests.thinning import examples
 
 END = "<|rwkv_tokenizer_end_of_text|>"
@@ -180,6 +181,14 @@ def test_a_file_that_is_no_vocabulary_is_an_error_that_names_it(tmp_path: Path, 
     with pytest.raises(TokenizerError, match=name.replace(".", r"\.")) as caught:
         Tokenizer.load(tmp_path)
     assert caught.value.fixes
+
+
+def test_a_vocabulary_that_has_lost_its_end_is_an_error(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "rwkv7", vocab_size=4 * len(TOKENS))
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(TokenizerError, match="is cut") as caught:
+        world(tmp_path)
+    assert str(len(TOKENS) + 1) in caught.value.why
 
 
 def test_ranks_of_an_unknown_class_are_refused(tmp_path: Path) -> None:

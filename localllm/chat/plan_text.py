@@ -107,9 +107,9 @@ def hybrid(shape: ModelShape) -> str:
     layers = shape.num_layers
     kept = f"{state} in a snapshot of all of them however long the text is"
     if not shape.keeps_tokens:
-        return f"all {layers} layers keep a state in place of keys and values, {kept}"
+        return f"all layers keep a state in place of keys and values, {kept}"
     if shape.state_layers == layers:
-        return f"all {layers} layers keep a state beside keys and values, {kept}; a token takes {token}"
+        return f"all layers keep a state beside keys and values, {kept}; a token takes {token}"
     return (
         f"{shape.state_layers} of {layers} layers keep a state in place of keys and values, {kept}; a token takes "
         f"{token} in the others"

@@ -43,6 +43,7 @@ def search_command(context: typer.Context, words: list[str], offline: bool | Non
     cli = cli_context(context)
     output, resolved = cli.output, load_settings({"offline": offline})
     cli.resolved = resolved
+    words = " ".join(words).split()
     rows = [row for row in model_rows(has_available=True) if row.matches(words) and row.state != "orphan"]
     with output.progress("planning") as line:
         choices = model_choices(rows, resolved, line.show)

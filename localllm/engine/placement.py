@@ -71,6 +71,7 @@ def model_shape(
     kv_sizes = kv_format.sizes(config.kv_shapes, item_bytes)
     widest_kv = max((kv_format.sizes([each], item_bytes).dense for each in set(config.kv_shapes)), default=0)
     shapes = config.head_shapes
+    has_few_keys = bool(config.state_shapes) and 2 * len(config.kv_shapes) <= config.num_layers
     is_native = device == "cpu" and runs_natively(config, recipe, dtype)
     return ModelShape(
         name=name,
@@ -87,7 +88,7 @@ def model_shape(
         state_layers=sum(any(isinstance(each, Recurrent) for each in layer.mixers) for layer in config.layers),
         keeps_tokens=bool(config.kv_shapes),
         default_ctx=min(config.max_position_embeddings, DEFAULT_CTX),
-        cheap_ctx=min(config.max_position_embeddings, HYBRID_CTX) if config.state_shapes else 0,
+        cheap_ctx=min(config.max_position_embeddings, HYBRID_CTX) if has_few_keys else 0,
         row_bytes=widest_kv // PAGE_TOKENS  # a chunk's pages are dense while one layer reads them
         + (native_row_bytes(config, recipe) if is_native else _operator_row_bytes(config, item_bytes)),
         state_bytes=config.hidden_size * (4 if is_native else item_bytes),
@@ -190,10 +191,10 @@ def require_cap(ram_bytes: int | None) -> None:
 
 def require_context(config: ModelConfig, asked: int | None) -> None:
     """Raise UsageError for a context that the model was not made for."""
-    longest = config.longest_context
+    longest, is_unbounded = config.longest_context, not config.kv_shapes
     if asked is not None and not 1 <= asked <= longest:
         raise UsageError(
             f"a context of {asked} tokens is not possible with this model",
-            why=f"it was trained for at most {longest}",
+            why=f"it takes at most {longest}" if is_unbounded else f"it was trained for at most {longest}",
             fix=Fix.flag("--ctx", longest),
         )

@@ -354,7 +354,9 @@ def escaped(token: bytes) -> str:
 
 def _unescaped(text: str, source: str) -> bytes:
     try:
-        token = text.encode("ascii").decode("unicode_escape").encode("latin-1")
+        token = text.encode("ascii")
+        if "\\" in text:
+            token = token.decode("unicode_escape").encode("latin-1")
     except ValueError:
         raise _unusable(source, "tokens", "tokens with escapes for bytes", [text]) from None
     if len(token) > _MAX_PIECE_CHARACTERS:

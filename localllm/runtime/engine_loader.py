@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from localllm.config import ResolvedSettings
+from localllm.errors import Fix, UsageError
 from localllm.runtime.selection import Selection
 from localllm.settings import EngineConfig, Settings
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
     from localllm.engine.loader import Watcher
+    from localllm.models.architecture import ModelConfig
     from localllm.offload.planner.plan import JobShape
 
 
@@ -43,7 +45,7 @@ def check(selection: Selection) -> None:
 
     selection.adapters()
     require_address_space()
-    load_config(selection.files.directory)
+    refuse_idle_kv(load_config(selection.files.directory), selection.resolved)
 
 
 def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> EngineConfig:
@@ -75,6 +77,13 @@ def with_room_for_adapters(settings: Settings) -> EngineConfig:
     named = {split_scale(each)[0] for each in settings.adapter}
     num_bytes = sum(locate_adapter(name, offline=settings.offline).num_bytes for name in named)
     return replace(config, adapter_memory=max(2 * num_bytes, _LEAST_ADAPTER_BYTES))
+
+
+def refuse_idle_kv(config: ModelConfig, resolved: ResolvedSettings) -> None:
+    """Raises UsageError for a format of keys and values that was typed for a model that keeps none."""
+    if not config.kv_shapes and resolved.origins["kv"].kind == "flag":
+        why = "all layers of this model keep a state in place of keys and values"
+        raise UsageError("--kv has no effect", why=why, fix=Fix.without("--kv"))
 
 
 def refuse_idle_vram(resolved: ResolvedSettings) -> None:

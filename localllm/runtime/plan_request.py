@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import Origin, ResolvedSettings, accepted
-from localllm.runtime.engine_loader import engine_config
+from localllm.runtime.engine_loader import engine_config, refuse_idle_kv
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered
@@ -40,6 +40,7 @@ def considered(
     from localllm.engine.model_plan import consider
 
     shape, files = shape_and_files(name)
+    refuse_idle_kv(shape.config, resolved)
     job = job_of(goal, resolved)
     return consider(shape, files, engine_config(resolved, tell), say, job=job, placed_bytes=placed_bytes)
 

@@ -61,6 +61,7 @@ _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "GPTN
 
 _UNREAD = "tokenizer.model"  # of SentencePiece
 _VOCABULARIES: Mapping[str, Callable[..., dict[str, object]]] = MappingProxyType({WORLD: world, RANKED: ranked})
+_LEAST_SHARE = 0.5  # of a model's rows: a file that has fewer tokens has lost its end
 _RANKED_CLASS = "TikTokenTokenizer"  # which splits words as Kimi's
 
 
@@ -157,6 +158,10 @@ class TokenizerFiles:
             metadata = read(self.text(name), self._declared_tokens(config))
         except ValueError as error:
             raise self.error(name, "is not a vocabulary", str(error)) from error
+        tokens, size = metadata["tokenizer.ggml.tokens"], self.num_ids()
+        if size is not None and isinstance(tokens, list) and len(tokens) < _LEAST_SHARE * size:
+            why = f"{len(tokens)} tokens, where the model has {size} rows"
+            raise self.error(name, "is cut, or another model's", why)
         content, _ = hf_tokenizer(metadata, str(self.directory / name))
         with self._naming(name):
             return tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -168,7 +173,8 @@ class TokenizerFiles:
         why = ""
         if missing := [name for name in ("vocab.json", "merges.txt") if not self.has(name)]:
             known = f"only {_UNREAD}, which is not read" if self.has(_UNREAD) else "no tokenizer"
-            why = f"{known}; {' and '.join(missing)} missing as well"
+            others = ", ".join(_VOCABULARIES)
+            why = f"{known}; {' and '.join(missing)} missing as well, and so are {others}"
         elif not (is_qwen or kind in _GPT2_CLASSES):
             why = f"vocab.json and merges.txt alone do not say how a {str(kind)[:60]} splits words"
         if why:

@@ -31,11 +31,15 @@ def world(text: str, declared: Mapping[int, Any]) -> dict[str, object]:
 
     def read(line: str) -> tuple[int, bytes]:
         found = _WORLD_LINE.fullmatch(line)
-        literal = ast.literal_eval(found[2]) if found else b""
-        token = literal.encode() if isinstance(literal, str) else literal
-        if found is None or len(token) != int(found[3]):
+        if found is None:
             raise ValueError(line)
-        return int(found[1]), bytes(token)
+        literal = found[2]
+        is_plain = literal[0] != "b" and "\\" not in literal and literal[0] not in literal[1:-1]
+        value = literal[1:-1] if is_plain else ast.literal_eval(literal)
+        token = value.encode() if isinstance(value, str) else bytes(value)
+        if len(token) != int(found[3]):
+            raise ValueError(line)
+        return int(found[1]), token
 
     tokens = _tokens(text, read)
     special = {} if 0 in tokens or 0 in declared else {0: _END_OF_TEXT}
