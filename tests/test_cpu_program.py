@@ -21,8 +21,8 @@ from localllm.errors import NonFiniteError
 from localllm.kernels import cpu_isa, cpu_linear
 from localllm.layers.linear import Linear
 from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
+from localllm.models.cpu_products import has_native_matrices
 from localllm.models.cpu_program import CpuProgram
-from localllm.models.cpu_rwkv_steps import has_native_matrices
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder

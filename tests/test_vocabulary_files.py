@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -165,6 +166,8 @@ def test_ids_behind_the_ranks_are_special_or_what_is_declared(of_ranks: Tokenize
         ("rwkv_vocab_v20230424.txt", "1 __import__('os') 2\n"),
         ("rwkv_vocab_v20230424.txt", "1 '\\x' 1\n"),
         ("rwkv_vocab_v20230424.txt", "1 'a' + 'b' 2\n"),
+        ("rwkv_vocab_v20230424.txt", "1 'a','b' 2\n"),
+        ("rwkv_vocab_v20230424.txt", "1 'a',{{}},'b' 2\n"),
         ("rwkv_vocab_v20230424.txt", "1 'a' 1\n1 'b' 1\n"),
         ("rwkv_vocab_v20230424.txt", "9999999 'a' 1\n"),
         ("rwkv_vocab_v20230424.txt", "1 'a' 1\n"),  # without the other bytes
@@ -172,6 +175,7 @@ def test_ids_behind_the_ranks_are_special_or_what_is_declared(of_ranks: Tokenize
         ("tiktoken.model", ""),
         ("tiktoken.model", "YQ== 0\nYQ= 1\n"),
         ("tiktoken.model", "YQ== 0\n\nYg== 1\n"),
+        ("tiktoken.model", "YQ== 0\nYg== 1\n"),  # without the other bytes
         ("tiktoken.model", "YQ== 0\nYg== 0\n"),
     ],
 )
@@ -181,6 +185,23 @@ def test_a_file_that_is_no_vocabulary_is_an_error_that_names_it(tmp_path: Path, 
     with pytest.raises(TokenizerError, match=name.replace(".", r"\.")) as caught:
         Tokenizer.load(tmp_path)
     assert caught.value.fixes
+
+
+def test_a_vocabulary_that_would_take_minutes_is_refused(tmp_path: Path) -> None:
+    random = Random(0)
+    with pytest.raises(TokenizerError, match="rwkv_vocab") as caught:
+        world(tmp_path / "world", [*TOKENS[:256], *(random.randbytes(250) for _ in range(5000))])
+    assert "bytes together" in caught.value.why
+    runs = [bytes([97 + kind]) * length for kind in range(26) for length in range(2, 400)]
+    with pytest.raises(TokenizerError, match="tiktoken") as caught:
+        ranked(tmp_path / "ranked", [*TOKENS[:256], *runs])
+    assert "put together" in caught.value.why
+
+
+def test_an_ordinary_token_that_is_declared_once_more_stays_one(tmp_path: Path) -> None:
+    index = 1 + TOKENS.index(b"\n\n")
+    tokenizer = world(tmp_path, added_tokens_decoder={str(index): {"content": "\n\n", "special": True}})
+    assert tokenizer.encode("a\n\n") == [98, index] and index not in tokenizer.special_ids
 
 
 def test_a_vocabulary_that_has_lost_its_end_is_an_error(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import AdapterError, Fix, ModelNotFoundError, UsageError
-from localllm.runtime.engine_loader import refuse_idle_vram
+from localllm.runtime.engine_loader import refuse_idle_kv, refuse_idle_vram
 from localllm.runtime.presets import choose
 from localllm.runtime.selection import Selection, is_model, locate, require_weights, with_defaults
 
@@ -35,6 +35,10 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
         raise
     require_weights(cli.model)
     selection = replace(with_defaults(resolved, cli.model), preset=preset)
+    if flags.get("kv") is not None:
+        from localllm.models.families import load_config
+
+        refuse_idle_kv(load_config(cli.model.directory), resolved)
     if "pull" in flags:
         _pull_adapters(cli, selection, unasked=flags["pull"])
     return selection

@@ -20,7 +20,7 @@ from localllm.layers.config import KeyValue
 from localllm.offload.planner.plan import KEPT_PAGES, SNAPSHOTS, Plan
 
 _LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
-_PAGES_VERSION = 2  # of the pages' bytes and of what is computed into them
+_PAGES_VERSION = 3  # of the pages' bytes and of what is computed into them
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_ALPHABET = _byte_alphabet()
 _STAND_INS = {value: char for char, value in BYTE_ALPHABET.items()}
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-_ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+_ADDED = (UNKNOWN, CONTROL, USER_DEFINED)
 _PHI3 = ("phi3", "phimoe")  # whose special tokens swallow white space, which the format cannot say
 _ROLES = {
     "bos_token": "bos_token_id",
@@ -40,10 +40,11 @@ _ROLES = {
 }
 _SPACE = "▁"  # SentencePiece's
 # The pieces of the largest vocabulary have 1.9 million characters together, the longest of them 31.
-_MAX_PIECES_CHARACTERS = 6_000_000
-_MAX_PIECE_CHARACTERS = 256
-_MAX_MERGES = 1_500_000
-_MAX_TOKENS = 1 << 20
+MAX_PIECES_CHARACTERS = 6_000_000
+MAX_PIECE_CHARACTERS = 256
+MAX_MERGES = 1_500_000
+_MAX_TREE_CHARACTERS = 1 << 20  # of which one expression is made; the World vocabulary has 430,000
+MAX_TOKENS = 1 << 20
 _MAX_ADDED_CHARACTERS = 1 << 20  # of the added tokens, which a text is searched for all at once
 _UNREAD = {
     "bert": "a WordPiece tokenizer",
@@ -188,14 +189,14 @@ class _Vocabulary:
     @classmethod
     def of(cls, metadata: Mapping[str, object], source: str) -> _Vocabulary:
         tokens = metadata.get(f"{_KEY}tokens")
-        if not _are_texts(tokens) or not 1 <= len(tokens) <= _MAX_TOKENS:
-            raise _unusable(source, "tokens", f"a list of 1 to {_MAX_TOKENS} texts", tokens)
-        kinds = metadata.get(f"{_KEY}token_type", [_NORMAL] * len(tokens))
+        if not _are_texts(tokens) or not 1 <= len(tokens) <= MAX_TOKENS:
+            raise _unusable(source, "tokens", f"a list of 1 to {MAX_TOKENS} texts", tokens)
+        kinds = metadata.get(f"{_KEY}token_type", [NORMAL] * len(tokens))
         if not _are_numbers(kinds, len(tokens)):
             raise _unusable(source, "token_type", f"a list of {len(tokens)} numbers, one for each token", kinds)
         ids: dict[str, int] = {}
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-            if kind != _UNUSED and token:  # which fill the vocabulary up to the rows of the model
+            if kind != UNUSED and token:  # which fill the vocabulary up to the rows of the model
                 ids.setdefault(token, index)
         return cls(tokens, kinds, ids, source)
 
@@ -218,7 +219,7 @@ class _Vocabulary:
                 "lstrip": False,
                 "rstrip": stripping and text not in ("<unk>", "<s>", "<|endoftext|>"),
                 "normalized": False,
-                "special": self.kinds[index] != _USER_DEFINED,
+                "special": self.kinds[index] != USER_DEFINED,
             }
             for index, text in sorted(marked)
         ]
@@ -251,8 +252,8 @@ def _with_spaces_as_pieces(vocabulary: _Vocabulary) -> _Vocabulary:
     text is searched for those after its spaces are replaced."""
     tokens, kinds = list(vocabulary.tokens), list(vocabulary.kinds)
     for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind == _USER_DEFINED and token and not token.strip(f" {_SPACE}"):
-            tokens[index], kinds[index] = token.replace(" ", _SPACE), _NORMAL
+        if kind == USER_DEFINED and token and not token.strip(f" {_SPACE}"):
+            tokens[index], kinds[index] = token.replace(" ", _SPACE), NORMAL
     return _Vocabulary.of({f"{_KEY}tokens": tokens, f"{_KEY}token_type": kinds}, vocabulary.source)
 
 
@@ -263,20 +264,20 @@ def _scored_merges(metadata: Mapping[str, object], vocabulary: _Vocabulary) -> l
     if not _are_numbers(scores, len(vocabulary.tokens)):
         wanted = f"a list of {len(vocabulary.tokens)} numbers, one for each token"
         raise _unusable(vocabulary.source, "scores", wanted, scores)
-    pieces = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[index] == _NORMAL}
-    if (size := sum(map(len, pieces))) > _MAX_PIECES_CHARACTERS:
-        wanted = f"pieces of at most {_MAX_PIECES_CHARACTERS} characters together, not {size},"
+    pieces = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[index] == NORMAL}
+    if (size := sum(map(len, pieces))) > MAX_PIECES_CHARACTERS:
+        wanted = f"pieces of at most {MAX_PIECES_CHARACTERS} characters together, not {size},"
         raise _unusable(vocabulary.source, "tokens", wanted, vocabulary.tokens)
     found: list[tuple[float, int, int, str, str]] = []  # the last two are the parts
     for piece, index in pieces.items():
-        if len(piece) > _MAX_PIECE_CHARACTERS:
+        if len(piece) > MAX_PIECE_CHARACTERS:
             continue
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in pieces and right in pieces:
                 found.append((-scores[index], -cut, cut - len(piece), left, right))
-        if len(found) > _MAX_MERGES:
-            raise _unusable(vocabulary.source, "tokens", f"at most {_MAX_MERGES} merges of pieces", vocabulary.tokens)
+        if len(found) > MAX_MERGES:
+            raise _unusable(vocabulary.source, "tokens", f"at most {MAX_MERGES} merges of pieces", vocabulary.tokens)
     found.sort(key=lambda merge: merge[:3])
     return [(left, right) for *_, left, right in found]
 
@@ -327,11 +328,16 @@ def _longest_match(vocabulary: _Vocabulary) -> Json:
     The library has no such model for a text without words: a single expression, a tree of all tokens, cuts the text
     into its tokens, and each of these "words" is looked up.
     """
-    source, is_normal = vocabulary.source, {text: vocabulary.kinds[i] == _NORMAL for text, i in vocabulary.ids.items()}
+    source, is_normal = vocabulary.source, {text: vocabulary.kinds[i] == NORMAL for text, i in vocabulary.ids.items()}
     ids = {spelled(_unescaped(text, source)): index for text, index in vocabulary.ids.items() if is_normal[text]}
     if missing := [value for value, char in _STAND_INS.items() if char not in ids]:
         raise _unusable(source, "tokens", f"a token for each byte, thus for {missing[0]},", vocabulary.tokens)
+    if (size := sum(map(len, ids))) > _MAX_TREE_CHARACTERS:
+        wanted = f"tokens of at most {_MAX_TREE_CHARACTERS} bytes together, not {size},"
+        raise _unusable(source, "tokens", wanted, vocabulary.tokens)
     others = {text: index for text, index in vocabulary.ids.items() if not is_normal[text]}
+    if doubles := others.keys() & ids.keys():
+        raise _unusable(source, "tokens", f"one token for {min(doubles)!r}", vocabulary.tokens)
     byte_level = _byte_level_step()
     cut = {"type": "Split", "pattern": {"Regex": _expression(_tree(ids))}, "behavior": "Isolated", "invert": False}
     return _tokenizer(
@@ -359,8 +365,8 @@ def _unescaped(text: str, source: str) -> bytes:
             token = token.decode("unicode_escape").encode("latin-1")
     except ValueError:
         raise _unusable(source, "tokens", "tokens with escapes for bytes", [text]) from None
-    if len(token) > _MAX_PIECE_CHARACTERS:
-        raise _unusable(source, "tokens", f"tokens of at most {_MAX_PIECE_CHARACTERS} bytes", [text])
+    if len(token) > MAX_PIECE_CHARACTERS:
+        raise _unusable(source, "tokens", f"tokens of at most {MAX_PIECE_CHARACTERS} bytes", [text])
     return token
 
 

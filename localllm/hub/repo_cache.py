@@ -44,7 +44,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 # Each of these sets is a tokenizer: of most models, of older ones, of RWKV, of Moonshot's.
-TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("rwkv_vocab_v20230424.txt",), ("tiktoken.model",))
+WORLD, RANKED = "rwkv_vocab_v20230424.txt", "tiktoken.model"
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), (WORLD,), (RANKED,))
 JSON_LIMIT_BYTES = 8 << 20  # the largest index of a real model has about 2 MiB
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from localllm.kernels.cpu_linear import Step
 from localllm.layers.mamba import Mamba
-from localllm.models.cpu_products import Products
-from localllm.models.cpu_rwkv_steps import product
+from localllm.models.cpu_products import Products, product
 
 
 def mamba_steps(write: Products, body: Mamba) -> Iterator[Step]:

@@ -11,9 +11,11 @@ from localllm.kernels import cpu_matmul, cpu_quantize
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.packed_matrix import PackedMatrix
-from localllm.kernels.tile16 import TILE
+from localllm.kernels.sizes import INT8_GROUP, TILE
 from localllm.layers.linear import Linear
+from localllm.layers.mamba import Mamba
 from localllm.layers.norm import RMSNorm
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_buffers import Buffers
 
 
@@ -101,3 +103,40 @@ def required(linear: Linear) -> PackedMatrix:
     packed = packed_matrix(linear)
     assert packed is not None, "CpuProgram.supports said so"
     return packed
+
+
+def product(write: Products, linear: Linear, x: Tensor, y: Tensor, stride: int, x_stride: int = 0) -> Iterator[Step]:
+    """y = linear(x), rows of `stride` floats. x_stride: floats of a row of x, where it has more than columns."""
+    yield write.quantize_for(packed(linear), x, None, x_stride)
+    yield from multiply(write, linear, y, stride)
+
+
+def multiply(write: Products, linear: Linear, y: Tensor, stride: int) -> Iterator[Step]:
+    """y = linear(what was quantized last), rows of `stride` floats."""
+    matrix, bias = packed(linear), None if linear.bias is None else linear.bias.float()
+    kernel = cpu_matmul.matmul(write.isa, matrix.weights, write.block_rows, has_bias=bias is not None)
+    yield write.room.activations.multiply(kernel, matrix, y, stride, bias)
+    yield from write.adapters(linear, matrix.group, y, stride)
+
+
+def packed(linear: Linear) -> PackedMatrix:
+    """Return the matrix as the kernels take it, whose columns may be padded to whole groups."""
+    assert linear.packed is not None, "`has_native_matrices` said so"
+    return linear.packed
+
+
+def _takes_padding(matrix: PackedMatrix) -> bool:
+    return matrix.group == INT8_GROUP and matrix.bias is None
+
+
+def has_native_matrices(body: Rwkv7TimeMix | Rwkv7ChannelMix | Mamba) -> bool:
+    """Return whether the steps know the matrices of such a body: in INT4 or INT8, of whole tiles, and whole groups but
+    between two small ones, of which the second takes what is padded up to INT8_GROUP."""
+    small = {id(pair.up) for pair in body.pairs} if isinstance(body, Rwkv7TimeMix) else set()
+    small |= {id(body.steps_proj)} if isinstance(body, Mamba) else set()
+    return all(
+        (matrix := linear.packed) is not None
+        and matrix.tiles * TILE == linear.out_features
+        and (matrix.in_features == linear.in_features or (id(linear) in small and _takes_padding(matrix)))
+        for linear in body.linears
+    )

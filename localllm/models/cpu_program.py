@@ -33,8 +33,8 @@ from localllm.layers.rwkv7 import FIRST_VALUES, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
-from localllm.models.cpu_products import packed_matrix, packed_parts
-from localllm.models.cpu_rwkv_steps import has_native_matrices, makes_first_values
+from localllm.models.cpu_products import has_native_matrices, packed_matrix, packed_parts
+from localllm.models.cpu_rwkv_steps import makes_first_values
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts

@@ -45,7 +45,7 @@ def check(selection: Selection) -> None:
 
     selection.adapters()
     require_address_space()
-    refuse_idle_kv(load_config(selection.files.directory), selection.resolved)
+    load_config(selection.files.directory)
 
 
 def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> EngineConfig:
@@ -81,7 +81,8 @@ def with_room_for_adapters(settings: Settings) -> EngineConfig:
 
 def refuse_idle_kv(config: ModelConfig, resolved: ResolvedSettings) -> None:
     """Raises UsageError for a format of keys and values that was typed for a model that keeps none."""
-    if not config.kv_shapes and resolved.origins["kv"].kind == "flag":
+    is_typed = resolved.origins["kv"].kind == "flag" and resolved.settings.kv != "auto"
+    if is_typed and not config.kv_shapes:
         why = "all layers of this model keep a state in place of keys and values"
         raise UsageError("--kv has no effect", why=why, fix=Fix.without("--kv"))
 

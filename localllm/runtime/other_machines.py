@@ -11,6 +11,7 @@ from localllm.errors import Fix, UsageError
 from localllm.offload.planner.card_sheets import CardSheet, OtherMachine
 from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.plan import GIB
+from localllm.runtime.engine_loader import refuse_idle_kv
 from localllm.runtime.plan_request import Goal, job_of, shape_and_files
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def considered_elsewhere(
     cards = list(cards)
     _require_cap_on_a_card(resolved, cards)
     shape, files = shape_and_files(name)
+    refuse_idle_kv(shape.config, resolved)
     config, ram_bytes = resolved.settings.engine, None
     if resolved.origins["ram"].kind == "flag":
         ram_bytes, config = config.ram, replace(config, ram=None)

@@ -22,10 +22,11 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from localllm.errors import FETCH_ANEW, CheckpointError, LocalLLMError, TokenizerError
-from localllm.gguf.tokenizer import BYTE_ALPHABET, hf_tokenizer
+from localllm.gguf.tokenizer import BYTE_ALPHABET, hf_tokenizer, spelled
+from localllm.hub.repo_cache import RANKED, WORLD
 from localllm.models.families import load_config
 from localllm.models.strict_json import JsonLimits, parse_json_object, read_bounded, require_few_values
-from localllm.text.vocabulary_files import RANKED, WORLD, ranked, world
+from localllm.text.vocabulary_files import ranked, world
 
 MAX_VOCAB = 1 << 20  # four times the largest vocabulary in use
 MAX_FILE_BYTES = 48 << 20  # the largest in use (a vocabulary of 262144) has 33 MB
@@ -128,6 +129,7 @@ class TokenizerFiles:
         }
         present = set(backend.get_added_tokens_decoder())
         missing = {index: declared[index] for index in sorted(declared.keys() - present)}
+        missing = {index: token for index, token in missing.items() if not _is_ordinary(backend, index, token.content)}
         if (size := sum(len(token.content) for token in missing.values())) > MAX_ADDED_BYTES:
             what = f"{self.directory}: tokenizer_config.json or added_tokens.json declares too many tokens"
             raise TokenizerError(what, why=f"{size} characters together; at most {MAX_ADDED_BYTES}", fix=FETCH_ANEW)
@@ -213,6 +215,12 @@ class TokenizerFiles:
             }
             tokens[int(index)] = AddedToken(content, **flags)
         return tokens
+
+
+def _is_ordinary(backend: tokenizers.Tokenizer, index: int, content: str) -> bool:
+    """Return whether the vocabulary has this text at this id, spelled in bytes: no added token can be spelled so."""
+    in_bytes = spelled(content.encode(errors="replace"))
+    return in_bytes != content and backend.id_to_token(index) == in_bytes
 
 
 @contextmanager
