@@ -271,21 +271,30 @@ def codes_of_heads(rows: int, heads: int, head_dim: int, groups: tuple[int | Non
 
 
 def deltas(shape: DeltaShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
-    """Yield the launches of a layer of Gated DeltaNet, ending in floats and in codes for matrices in these groups, and
-    behind a product of the library's."""
+    """Yield the launches of a layer of Gated DeltaNet or of Kimi Delta Attention, ending in floats and in codes for
+    matrices in these groups, and behind a product of the library's."""
     rows, heads = 2, shape.value_heads
     tables = SegmentTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
-    vectors = _empty((heads,)), _empty((heads,)), _empty((shape.value_dim,))
-    weights = DeltaWeights(_empty((shape.conv_width, shape.channels)), *vectors)
-    wide, gates = _empty((rows, shape.channels + shape.value_features)), _empty((rows, 2 * heads))
+    rank = 0 if shape.decays == "head" else shape.key_dim
+    vectors = _empty((heads,)), _empty((shape.decay_features,)), _empty((shape.value_dim,))
+    weights = DeltaWeights(_empty((shape.conv_width, shape.channels)), *vectors, gate="sigmoid" if rank else "silu")
+    wide = _empty((rows, shape.channels + (rank or shape.value_features)))
+    gates = _empty((rows, heads + rank + shape.decay_features))
+    z = _empty((rows, shape.value_features)) if rank else wide[:, shape.channels :]
     outs: list[Tensor | Codes] = [_empty((rows, shape.value_features))]
     place = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes)
     outs += codes_of_heads(rows, heads, shape.value_dim, groups)
-    parts = RouterWeights(_empty((2 * heads, _HIDDEN)), norm=_empty((_HIDDEN,)), eps=1e-5)
-    yield from (routing.logits_of(_empty((count, _HIDDEN)), parts, _empty((count, 2 * heads))) for count in (1, 4, 512))
-    yield from delta.mix(wide.bfloat16(), gates, outs[0], tables, weights, shape, place)
+    own = heads + (rank or shape.decay_features)
+    parts = RouterWeights(_empty((own, _HIDDEN)), norm=_empty((_HIDDEN,)), eps=1e-5)
+    for count in (1, 4, 512):
+        made = _empty((count, gates.shape[1]))
+        yield routing.logits_of(_empty((count, _HIDDEN)), parts, made[:, :own])
+        if rank:
+            second = RouterWeights(_empty((shape.decay_features, rank)))
+            yield routing.logits_of(made[:, heads:own], second, made[:, own:])
+    yield from delta.mix(wide.bfloat16(), gates, z.bfloat16(), outs[0], tables, weights, shape, place)
     for out in outs:
-        yield from delta.mix(wide, gates, out, tables, weights, shape, place)
+        yield from delta.mix(wide, gates, z, out, tables, weights, shape, place)
 
 
 def convs(shape: ConvShape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
@@ -327,7 +336,12 @@ OTHER_HEADS = (
     Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
 OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), (Mamba2Shape(2, 16, 1, 16, 2),))
-OTHER_DELTAS = (*DELTAS[1:], DeltaShape(16, 48, 256, 256), DeltaShape(2, 4, 16, 16, conv_width=2))
+OTHER_DELTAS = (
+    *DELTAS[1:],
+    DeltaShape(16, 48, 256, 256),
+    DeltaShape(2, 4, 16, 16, conv_width=2),
+    DeltaShape(8, 8, 256, 256, decays="key"),
+)
 
 
 OTHER_LATENTS = (

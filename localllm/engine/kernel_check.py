@@ -73,7 +73,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
     if mixtures and is_packed(recipe):
         ways["routers"] = [asdict(router) for router in dict.fromkeys(each.router for each in mixtures)]
         ways["expert_biases"] = list(dict.fromkeys(each.expert.has_bias for each in mixtures))
-    shapes = [shape for shape in dict.fromkeys(config.state_shapes) if shape.is_for_gpu]
+    shapes = [shape for shape in dict.fromkeys(config.state_shapes) if shape.fills_vectors]
     if deltas := [asdict(shape) for shape in shapes if isinstance(shape, DeltaShape)]:
         ways["deltas"] = deltas
     if convs := [asdict(shape) for shape in shapes if isinstance(shape, ConvShape)]:

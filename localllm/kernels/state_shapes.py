@@ -50,12 +50,7 @@ class StateShape(ABC):
     @property
     @abstractmethod
     def fills_vectors(self) -> bool:
-        """Return whether a CPU's kernels compute such a layer."""
-
-    @property
-    def is_for_gpu(self) -> bool:
-        """Return whether a GPU's kernels compute such a layer, if they know its kind."""
-        return self.fills_vectors
+        """Return whether kernels compute such a layer, if they know its kind: those of a CPU know all."""
 
     @property
     def prepared_floats(self) -> int:
@@ -151,10 +146,6 @@ class DeltaShape(ConvolvedShape):
     def fills_vectors(self) -> bool:
         is_paired = self.decays == "head" or self.key_heads == self.value_heads
         return self.key_dim % TILE == 0 == self.value_dim % TILE and is_paired
-
-    @property
-    def is_for_gpu(self) -> bool:
-        return self.fills_vectors and self.decays == "head"
 
     @property
     def prepared_floats(self) -> int:

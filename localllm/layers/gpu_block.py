@@ -1,5 +1,5 @@
-"""Attention, to latents too, Gated DeltaNet, short convolutions and MLP blocks on a GPU by fused kernels: what
-`Block` computes by operators, with a residual in fp32.
+"""Attention, to latents too, delta rules, short convolutions and MLP blocks on a GPU by fused kernels: what `Block`
+computes by operators, with a residual in fp32.
 
 A packed matrix is multiplied with activations in INT8 that the norm, the gate or the attention before it wrote; one in
 another format by the library, with activations in the model's dtype.
@@ -233,10 +233,16 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
     """x fp32 [M, hidden] -> fp32 [M, value features], or its codes for the matrix that follows; the states of the
     sequences are brought up to date."""
     shape, M = body.config.shape, len(x)
-    gates = _exact(body.gates_proj, norm, x, forward)
+    gates, own = torch.empty((M, body.config.gate_features), device=x.device), body.gates_proj.out_features
+    _exact(body.gates_proj, norm, x, forward, gates[:, :own])
+    if body.decay_proj is not None:
+        _exact(body.decay_proj, None, gates[:, shape.value_heads : own], forward, gates[:, own:])
     wide = adapted_product(body.in_proj, x, forward, norm=norm)
+    z = wide[:, shape.channels :]
+    if body.z_proj is not None:
+        z = adapted_product(body.z_proj, z, forward)
     out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
-    run_all(delta.mix(wide, gates, out, forward.tables.states, body.weights, shape, _place(body, forward)))
+    run_all(delta.mix(wide, gates, z, out, forward.tables.states, body.weights, shape, _place(body, forward)))
     return out
 
 
@@ -258,7 +264,8 @@ def _place(body: Recurrent, forward: GpuForward) -> StatePlace:
 
 def _read_out(body: Mamba2, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor:
     """x fp32 [M, hidden] -> fp32 [M, features]; the states of the sequences are brought up to date."""
-    steps = _exact(body.steps_proj, norm, x, forward)
+    steps = torch.empty((len(x), body.steps_proj.out_features), device=x.device)
+    _exact(body.steps_proj, norm, x, forward, steps)
     wide = adapted_product(body.in_proj, x, forward, norm=norm)
     out = torch.empty((len(x), body.config.shape.features), device=x.device)
     place, shape = _place(body, forward), body.config.shape
@@ -266,14 +273,12 @@ def _read_out(body: Mamba2, norm: RMSNorm | None, x: Tensor, forward: GpuForward
     return out
 
 
-def _exact(linear: Linear, norm: RMSNorm | None, x: Tensor, forward: GpuForward) -> Tensor:
-    """x fp32 [M, hidden], through the norm, times a matrix in fp32: [M, N]."""
-    y = torch.empty((len(x), linear.out_features), device=x.device)
+def _exact(linear: Linear, norm: RMSNorm | None, x: Tensor, forward: GpuForward, y: Tensor) -> None:
+    """y fp32 [M, N] = x fp32 [M, K], through the norm, times a matrix in fp32; each in rows of any stride."""
     own_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     logits_of(x, RouterWeights(linear.tensors["weight"], linear.bias, norm=own_norm, eps=eps), y).run()
     if forward.adapters is not None and forward.changes(linear):
         forward.adapters.add(linear.name, floats_of(x, x.shape[1], norm), y)
-    return y
 
 
 def _before(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:

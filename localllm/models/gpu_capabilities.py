@@ -37,9 +37,7 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
 def _is_ours(mixer: SingleMixer, device: torch.device, kv: KVStore | None) -> bool:
     if isinstance(mixer, Attention | LatentAttention):
         return _is_known(mixer) and (kv is None or kv.homes[mixer.layer][0] == device)
-    if isinstance(mixer, DeltaNet) and (mixer.config.gate != "silu" or mixer.config.rank is not None):
-        return False  # the kernels know one gate, made by one matrix
-    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.is_for_gpu
+    return isinstance(mixer, DeltaNet | Mamba2 | ShortConv) and mixer.config.shape.fills_vectors
 
 
 def _is_known(mixer: Attention | LatentAttention) -> bool:

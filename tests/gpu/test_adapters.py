@@ -23,6 +23,7 @@ from localllm.models.gpu_capabilities import is_ours
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
 from tests.checkpoints import write_checkpoint
+from tests.gpu.test_hybrids import KIMI
 from tests.gpu.test_hybrids import SIZES as HYBRID
 from tests.gpu.test_step import EXACT, EXPERT_WIDTH, SMALL, by_kernels, by_operators, error, ids
 from tests.thinning import every_other
@@ -86,6 +87,7 @@ def needs(runner: ModelRunner, model: Model, *adapters: int) -> bool:
             ("qwen3_5", "fp32", HYBRID, EXACT),
             ("qwen3_5", "int8", HYBRID, 0.03),
             ("llama", "int8", SMALL, 0.03),
+            ("kimi_linear", "int8", KIMI | {"mlp_layer_types": ["dense", "dense"]}, 0.03),
         ]
     ),
 )

@@ -1,10 +1,12 @@
-"""Gated DeltaNet by the GPU's kernels, in Triton's interpreter, beside the reference: outputs, states, snapshots."""
+"""Gated DeltaNet and Kimi Delta Attention by the GPU's kernels, in Triton's interpreter, beside the reference: outputs,
+states, snapshots."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -38,7 +40,10 @@ SHAPES = [
     DeltaShape(1, 2, 32, 16),
     DeltaShape(2, 4, 16, 16, conv_width=2, is_tiled=True),
     DeltaShape(1, 1, 48, 48, conv_width=3),
+    DeltaShape(1, 1, 48, 16, conv_width=2, decays="key"),
+    DeltaShape(2, 2, 16, 32, conv_width=3, decays="key"),
 ]
+KIMI = SHAPES[-1]
 every_shape = pytest.mark.parametrize("shape", every_other(SHAPES), ids=str)
 COUNT = 45
 
@@ -51,13 +56,17 @@ class GpuLayer:
         """[T, value_features] of each segment. padding: rows, nobodys: segments that are nobody's."""
         shape, T = self.shape, sum(len(one.raw) for one in batch)
         wide = torch.full((T + padding, shape.channels + shape.value_features + PADDING), torch.nan, dtype=self.dtype)
-        gates, mixed = (torch.full((T + padding, n), torch.nan) for n in (2 * shape.value_heads, shape.value_features))
+        heads, apart = shape.value_heads, 5 if shape.decays == "key" else 0  # columns between the gates b and a
+        gates = torch.full((T + padding, heads + apart + shape.decay_features), torch.nan)
+        mixed = torch.full((T + padding, shape.value_features), torch.nan)
         words, snapshots, row, prepared = [], [], 0, 0
         for one in batch:
             end, prepared = row + len(one.raw), prepared + REPLAYED_ROWS
             wide[row:end, : shape.channels] = one.raw[:, : shape.channels]
             wide[row:end, shape.channels : -PADDING] = one.z
-            gates[row:end] = one.raw[:, shape.channels :]
+            gates[row:end, :heads], gates[row:end, heads + apart :] = one.raw[:, shape.channels :].split(
+                (heads, shape.decay_features), dim=1
+            )
             due = torch.tensor([(at, one.snapshots[at].data_ptr()) for at in sorted(one.snapshots)])
             snapshots.append(due)
             states = one.states.data_ptr()
@@ -65,8 +74,9 @@ class GpuLayer:
             row, prepared = end, prepared + len(one.raw)
         segments = torch.tensor(words + [(0,) * 8] * nobodys)
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
-        out = mixed if codes is None else codes
-        run_all(delta.mix(wide, gates, out, SegmentTables(segments, positions), self.weights, shape, place_of(shape)))
+        out, z = mixed if codes is None else codes, wide[:, shape.channels :]
+        tables = SegmentTables(segments, positions)
+        run_all(delta.mix(wide, gates, z, out, tables, self.weights, shape, place_of(shape)))
         assert mixed[T:].isnan().all()
         return [mixed[begin:end] for begin, end, *_ in words]
 
@@ -148,9 +158,9 @@ def test_each_segment_of_a_batch_has_the_bits_that_it_has_alone(shape: DeltaShap
             assert all(torch.equal(beside.snapshots[at], rows.snapshots[at]) for at in rows.snapshots)
 
 
-def test_the_gpu_goes_on_from_the_states_of_the_reference() -> None:
+@pytest.mark.parametrize("shape", [SHAPES[0], KIMI], ids=str)
+def test_the_gpu_goes_on_from_the_states_of_the_reference(shape: DeltaShape) -> None:
     """And the other way round."""
-    shape = SHAPES[0]
     layers = both(shape)
     expected, sequence, parts = whole(GpuLayer(shape))[0], Sequence(shape, COUNT), []
     for turn, (end, committed) in enumerate(((17, 17), (20, 17), (24, 20), (25, 24), (43, 43), (45, 43))):
@@ -170,36 +180,40 @@ def test_codes_are_those_of_a_launch_of_their_own(group: int, bits: int) -> None
     assert all(torch.equal(getattr(found, part), getattr(right, part)) for part in ("q", "scale", "bias"))
 
 
-def test_what_is_not_a_number_reaches_its_row() -> None:
-    shape = SHAPES[0]
-    layer, columns = GpuLayer(shape), (0, 32, 64, shape.channels, shape.channels + shape.value_heads)
-    for column in columns:
+@pytest.mark.parametrize("shape", [SHAPES[0], KIMI], ids=str)
+def test_what_is_not_a_number_reaches_its_row(shape: DeltaShape) -> None:
+    keys = shape.key_heads * shape.key_dim
+    layer, columns = GpuLayer(shape), (0, keys, 2 * keys, shape.channels, shape.channels + shape.value_heads)
+    for column in (*columns, shape.row_floats - 1):
         sequence = Sequence(shape, COUNT)
         sequence.raw[3, column] = float("nan")
         (found,) = layer.run([sequence.rows(5)])
         assert found[3].isnan().any() and not found[:3].isnan().any()
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], KIMI], ids=str)
 @pytest.mark.parametrize("gate", [-40.0, -12.0, 0.0, 25.0])
-def test_decay_is_exact_where_it_is_nearly_one_or_nothing(gate: float) -> None:
-    shape = SHAPES[0]
+def test_decay_is_exact_where_it_is_nearly_one_or_nothing(gate: float, shape: DeltaShape) -> None:
     layers = both(shape)
     sequences = [Sequence(shape, COUNT) for _ in layers]
     for layer, sequence in zip(layers, sequences, strict=True):
-        sequence.raw[:, -shape.value_heads :] = gate
+        sequence.raw[:, -shape.decay_features :] = gate
         layer.run([sequence.rows(12)])
     matrices = [sequence.state.matrices for sequence in sequences]
     torch.testing.assert_close(*matrices, rtol=1e-5, atol=1e-6)
 
 
-def checked() -> Iterator[Case]:
+def checked(decays: Literal["head", "key"]) -> Iterator[Case]:
     torch.manual_seed(0)
-    shape, matrices = DeltaShape(1, 1, 16, 32), (Weights(8, 32), Weights(4, 16))
+    shape, matrices = DeltaShape(1, 1, 16, 32, decays=decays), (Weights(8, 32), Weights(4, 16))
     yield from check_delta.delta_cases(torch.device("cpu"), shape, matrices)
 
 
-def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [case.line() for case in checked() if not case.is_right] == []
+@pytest.mark.parametrize("decays", ["head", "key"])
+def test_the_check_of_a_card_finds_kernels_that_are_wrong(
+    decays: Literal["head", "key"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [case.line() for case in checked(decays) if not case.is_right] == []
     run = KernelLaunch.run
     for name, result in (("_prepare", "prepared"), ("_take_in", "mixed"), ("_gated_norm", "out")):
 
@@ -210,13 +224,14 @@ def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.Mo
 
         with monkeypatch.context() as patch:
             patch.setattr(KernelLaunch, "run", run_wrongly)
-            wrong = (case for case in checked() if not case.is_right)
+            wrong = (case for case in checked(decays) if not case.is_right)
             assert next(wrong) and next(wrong)
 
 
-def test_a_model_has_its_own_states_and_gates_checked(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "qwen3_5")
+@pytest.mark.parametrize(("family", "gates"), [("qwen3_5", [True]), ("kimi_linear", [])])
+def test_a_model_has_its_own_states_and_gates_checked(family: str, gates: list[bool], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
     config = load_config(tmp_path)
     scope = scope_of(config, RECIPES["int4-g32"], "int8", torch.bfloat16)
     sizes = check.sizes_of(json.loads(scope.arguments[1]))
-    assert sizes.deltas == config.state_shapes[:1] and [heads.has_gate for heads in sizes.attention] == [True]
+    assert sizes.deltas == config.state_shapes[:1] and [heads.has_gate for heads in sizes.attention] == gates

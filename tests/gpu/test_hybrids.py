@@ -1,8 +1,7 @@
-"""A decoder with layers of Gated DeltaNet and gated attention by the GPU's kernels, beside torch's operators."""
+"""A decoder with layers that keep states, and attention, by the GPU's kernels, beside torch's operators."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
-from localllm.layers.delta_net import DeltaNet
 from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
@@ -32,7 +30,13 @@ SIZES = linear(1, 2, 16, 32, head_dim=32) | {
 
 MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_ssm": 32}
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 32}
+KIMI = {
+    "linear_head_dim": 16, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
 OTHERS = {
+    "kimi_linear": KIMI,
     "falcon_h1-multipliers": SMALL | MAMBA,
     "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 16},
 }
@@ -59,13 +63,6 @@ def test_layers_of_both_kinds_are_computed_as_operators_do(
     for number, size in enumerate((66, 17, 3, 2, 2)):
         found.append(runners[number % 2].forward([Chunk(token_ids, cache, size, all_logits=True)]))
     assert error(torch.cat(found), expected) < tolerance
-
-
-def test_gates_that_the_kernels_do_not_compute_are_torchs(tmp_path: Path) -> None:
-    block = loaded(tmp_path, "int4-g32").model.blocks[0]
-    assert isinstance(block.body, DeltaNet)
-    block.body.config = replace(block.body.config, gate="sigmoid")
-    assert not is_ours(block, block.device)
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -134,6 +131,16 @@ def test_a_layer_of_either_kind_is_few_launches_a_step(tmp_path: Path) -> None:
     names = [launch.name for launch in launches]
     delta = ["_logits", "_to_codes", "_gemm", "_prepare", "_take_in", "_gated_norm", "_gemm"]
     assert names[1:8] == delta and "_rope_store" in names[8:]
+
+
+def test_low_rank_gates_of_kimi_delta_attention_are_three_launches_more(tmp_path: Path) -> None:
+    engine = loaded(tmp_path, "int4-g32", family="kimi_linear")
+    runner, cache = by_kernels(engine.model), engine.residency.new_kv(10)
+    with recorded(runs=True) as launches:
+        runner.forward([Chunk(ids(1), cache, 1)])
+    names = [launch.name for launch in launches]
+    gates = ["_logits", "_logits", "_to_codes", "_gemm", "_to_codes", "_gemm"]
+    assert names[1:7] == gates and names[7:9] == ["_prepare", "_take_in"]
 
 
 def test_a_prompt_over_several_batches_leaves_the_snapshots_that_operators_leave(tmp_path: Path) -> None:

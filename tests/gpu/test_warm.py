@@ -45,7 +45,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize("kv", every_other(["int8", "bf16"]))
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen2-layer-types", "gemma3-scaled-and-capped", "phi3-longrope", "qwen2_moe-some-dense", "qwen3_5"],
+    [
+        "qwen3",
+        "qwen2-layer-types",
+        "gemma3-scaled-and-capped",
+        "phi3-longrope",
+        "qwen2_moe-some-dense",
+        "qwen3_5",
+        "kimi_linear",
+    ],
 )
 def test_prompts_and_steps_launch_nothing_that_is_new(family: str, kv: str, tmp_path: Path, launched: set[str]) -> None:
     """Windows, of several groups of layers, RoPE by the length of a sequence, mixtures, states; dense, and INT4."""

@@ -182,17 +182,17 @@ class SimulatedCard:
         return True
 
     def launch(self, name: str, run: Callable[[], object], arguments: Sequence[Tensor]) -> None:
-        """Launch a kernel. arguments: its tensors, of which the host's must be page-locked. Raises as Triton does."""
-        pageable = [tensor for tensor in arguments if not self._is_here(tensor) and not self.host.is_locked(tensor)]
-        if pageable:
+        """Launch a kernel. arguments: its tensors, of which the host's must be page-locked, but for those that are
+        empty and have no address. Raises as Triton does."""
+        of_host = [tensor for tensor in arguments if tensor.numel() and not self._is_here(tensor)]
+        if not all(map(self.host.is_locked, of_host)):
             error = ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
             self.broke_rule(f"{name} is given pageable memory", error)
         number = self.counts["launches"]
         self.counts["launches"] += 1
         if number == self._faults.kernel or not self._is_loaded(name):
             raise RuntimeError("Triton Error [CUDA]: out of memory")
-        reads = [span(tensor) for tensor in arguments if not self._is_here(tensor)]
-        self.enqueue(run, seconds=self.config.launch_s, reads=reads)
+        self.enqueue(run, seconds=self.config.launch_s, reads=[span(tensor) for tensor in of_host])
         if self.capture is not None and self.current is self.capture.stream:
             self.capture.launches += 1
             self.counts["launches"] -= 1  # it is none before it is replayed

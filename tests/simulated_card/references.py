@@ -154,6 +154,7 @@ def _delta_mix(
     card: SimulatedCard,
     wide: Tensor,
     gates: Tensor,
+    z: Tensor,
     out: Tensor | Codes,
     tables: SegmentTables,
     weights: DeltaWeights,
@@ -161,11 +162,11 @@ def _delta_mix(
     place: StatePlace,
 ) -> None:
     mixed = torch.zeros(len(wide), shape.value_features)
-    raw = torch.cat((wide[:, : shape.channels].float(), gates), dim=1)
+    b, a = gates[:, : shape.value_heads], gates[:, -shape.decay_features :]
+    raw = torch.cat((wide[:, : shape.channels].float(), b, a), dim=1)
     for begin, end, rows in _state_rows(card, raw, tables, shape, place):
         o = delta_rule.mix(rows, weights)
-        z = wide[begin:end, shape.channels :].reshape(o.shape)
-        mixed[begin:end] = delta_rule.gated_norm(o, z, weights).flatten(1)
+        mixed[begin:end] = delta_rule.gated_norm(o, z[begin:end].reshape(o.shape), weights).flatten(1)
     _write(mixed, out)
 
 

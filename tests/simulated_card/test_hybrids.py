@@ -23,10 +23,14 @@ from tests.simulated_card.support import (
     written_while_moved,
 )
 from tests.simulated_card.test_placements import wish
-from tests.thinning import one_in
+from tests.thinning import every_other, one_in
 
 SMALLEST = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
 SMALLEST |= {"layer_types": ["linear_attention", "full_attention"]}
+SMALLEST_KIMI = {
+    "linear_head_dim": 16, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "moe_intermediate_size": 48,
+}  # fmt: skip
 SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
 
 
@@ -109,10 +113,23 @@ def test_the_text_of_models_with_mamba_is_that_of_the_cpu(family, placement, tmp
         assert bool(card.counts["replays"]) == (family != "falcon_mamba")  # of which operators compute every layer
 
 
+@pytest.mark.parametrize("placement", every_other(PLACEMENTS))
+def test_the_text_of_kimi_delta_attention_is_that_of_the_cpu(placement, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "kimi_linear", layers=4, moe_intermediate_size=48)
+    packed = packed_in_formats(tmp_path, tmp_path)["int4-g32"]
+    expected = texts_of_the_cpu({"int4-g32": packed}, 6)["int4-g32"]
+    with simulated_card(CardConfig("lazy")) as card, packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, placement), 8)
+        ours = [is_ours(block, DEVICE) for block in placed.prefill_model.blocks if isinstance(block.body, DeltaNet)]
+        assert ours == [True] * 3 and text(packed, placed, 6) == expected
+        assert card.counts["replays"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
-def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):
-    write_checkpoint(tmp_path, "qwen3_5", layers=2, **SMALLEST)
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", SMALLEST), ("kimi_linear", SMALLEST_KIMI)])
+def test_the_kernels_themselves_write_the_text_of_the_cpu(family, sizes, placement, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, family, layers=2, **sizes)
     packed = packed_in_formats(tmp_path, tmp_path)["int8"]
     expected = texts_of_the_cpu({"int8": packed}, 3)
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:

@@ -64,7 +64,11 @@ GLUS = (
 )
 CONVS = (ConvShape(2048, 3), ConvShape(192, 7))
 MAMBAS = (Mamba2Shape(128, 64, 8, 128), Mamba2Shape(24, 32, 1, 256))
-DELTAS = (DeltaShape(16, 32, 128, 128), DeltaShape(4, 4, 96, 192, is_tiled=True))
+DELTAS = (
+    DeltaShape(16, 32, 128, 128),
+    DeltaShape(4, 4, 96, 192, is_tiled=True),
+    DeltaShape(32, 32, 128, 128, decays="key"),
+)
 
 
 @dataclass(frozen=True)

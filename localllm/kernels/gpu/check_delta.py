@@ -1,4 +1,5 @@
-"""Gated DeltaNet beside its reference on random inputs, as `check_cases` tries it, and the codes of what comes out."""
+"""Gated DeltaNet and Kimi Delta Attention beside their reference on random inputs, as `check_cases` tries them, and the
+codes of what comes out."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from localllm.kernels.state_shapes import DeltaShape, StatePlace
 
 def delta_cases(device: torch.device, shape: DeltaShape, matrices: Iterable[Weights] = ()) -> Iterator[Case]:
     """matrices: for which codes are made."""
-    named = f"a delta rule, heads {shape.value_heads} of {shape.key_dim} and {shape.value_dim}"
+    named = f"a delta rule, {shape.decays} decays, heads {shape.value_heads} of {shape.key_dim} and {shape.value_dim}"
     layer = _layer(shape, _weights(shape), device)
     yield from recurrence_cases(layer, named, device)
     yield from _coded(layer, named, device, matrices)
@@ -54,7 +55,11 @@ def _layer(shape: DeltaShape, weights: DeltaWeights, device: torch.device) -> Ch
     def launches(
         wide: Tensor, gates: Tensor, out: Tensor | Codes, tables: SegmentTables, place: StatePlace
     ) -> list[KernelLaunch]:
-        return delta.mix(wide, gates, out, tables, there, shape, place)
+        z = wide[:, shape.channels :]
+        if shape.decays == "key":  # what decays are made of lies between the gates, as in a model
+            b, a = gates.tensor_split([shape.value_heads], dim=1)
+            gates = torch.cat((b, torch.full_like(a[:, : shape.key_dim], torch.nan), a), dim=1)
+        return delta.mix(wide, gates, z, out, tables, there, shape, place)
 
     def expected(rows: StateRows[DeltaShape], wide: Tensor) -> Tensor:
         mixed = delta_rule.mix(rows, weights)
@@ -66,4 +71,5 @@ def _layer(shape: DeltaShape, weights: DeltaWeights, device: torch.device) -> Ch
 def _weights(shape: DeltaShape) -> DeltaWeights:
     a_log = torch.rand(shape.value_heads).mul(16).log()
     conv = torch.randn(shape.conv_width, shape.channels) * 0.5
-    return DeltaWeights(conv, a_log, torch.randn(shape.value_heads), torch.rand(shape.value_dim))
+    vectors = torch.randn(shape.decay_features), torch.rand(shape.value_dim)
+    return DeltaWeights(conv, a_log, *vectors, gate="silu" if shape.decays == "head" else "sigmoid")

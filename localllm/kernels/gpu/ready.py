@@ -48,9 +48,9 @@ Tell = Callable[[str], object]
 
 class Ways(TypedDict):
     """How a model uses the kernels. groups: of its INT4 matrices, None for INT8, or the fields of `Weights` for codes
-    that mean anything else; attention: by the fields of `check.Heads`; glus: of its MLPs, by those of `Glu`;
-    routers: of its mixtures, by those of `RouterConfig`; expert_biases: whether their experts have any; deltas: of its
-    layers of Gated DeltaNet, by those of `DeltaShape`; convs: of its short convolutions, by those of `ConvShape`;
+    that mean anything else; attention: by the fields of `check.Heads`; glus: of its MLPs, by those of `Glu`; routers:
+    of its mixtures, by those of `RouterConfig`; expert_biases: whether their experts have any; deltas: of its layers of
+    Gated DeltaNet and its like, by those of `DeltaShape`; convs: of its short convolutions, by those of `ConvShape`;
     mambas: of its layers of Mamba 2, by those of `Mamba2Shape`; latents: of its latent attention, by those of
     `check_latent.LatentHeads`."""
 

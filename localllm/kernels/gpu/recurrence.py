@@ -41,15 +41,16 @@ def floats_at(address, offset):
 @triton.jit
 def raw_of(
     wide, gates, ring, begin, past, position, column, mask, wide_stride,
-    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, APART: tl.constexpr = 0,
 ):  # fmt: skip
     """Columns of what goes into the layer at a position, fp32: from the batch, or from what was kept before it; zeros
-    before the first token."""
+    before the first token. APART: columns of the batch's gates that are not kept; `gates` is where those would begin
+    that this reads, if these lay in front."""
     row, is_new, is_gate = begin + position - past, position >= past, column >= CHANNELS
     is_kept = (position >= 0) & (position < past)
     kept = tl.load(ring + (position + KEPT) % KEPT * ROW + column, mask=mask & is_kept, other=0.0)
     new = tl.load(wide + row * wide_stride + column, mask=mask & is_new & (column < CHANNELS), other=0.0)
-    gate = tl.load(gates + row * (ROW - CHANNELS) + column - CHANNELS, mask=mask & is_new & is_gate, other=0.0)
+    gate = tl.load(gates + row * (ROW - CHANNELS + APART) + column - CHANNELS, mask=mask & is_new & is_gate, other=0.0)
     return tl.where(is_new, tl.where(is_gate, gate, new.to(tl.float32)), kept)
 
 
@@ -100,6 +101,7 @@ def convolved(
 def store_tails(
     wide, gates, ring, words, begin, past, first, end, snapshot_at, column, mask, wide_stride,
     CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, MATRIX_BYTES: tl.constexpr,
+    APART: tl.constexpr = 0,
 ):  # fmt: skip
     """Columns of the rows before each snapshot's position, to the snapshot."""
     pairs = tl.load(words + 6).to(tl.pointer_type(tl.int64))
@@ -110,7 +112,7 @@ def store_tails(
             for tap in tl.static_range(TAPS - 1):
                 row = raw_of(
                     wide, gates, ring, begin, past, wanted - (TAPS - 1) + tap, column, mask, wide_stride,
-                    CHANNELS, ROW, KEPT,
+                    CHANNELS, ROW, KEPT, APART,
                 )  # fmt: skip
                 tl.store(tail + tap * ROW + column, row, mask=mask)
 
@@ -138,13 +140,13 @@ def due_of(pairs, num, first):
 @triton.jit
 def keep_rows(
     wide, gates, state, begin, past, end, column, wide_stride,
-    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, MATRIX_BYTES: tl.constexpr,
+    CHANNELS: tl.constexpr, ROW: tl.constexpr, KEPT: tl.constexpr, MATRIX_BYTES: tl.constexpr, APART: tl.constexpr = 0,
 ):  # fmt: skip
     """Columns of the last rows, to where the sequence keeps them."""
     ring = floats_at(state, MATRIX_BYTES)
     for position in range(tl.maximum(past, end - KEPT), end):
         kept = raw_of(
-            wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT
+            wide, gates, ring, begin, past, position, column, column < ROW, wide_stride, CHANNELS, ROW, KEPT, APART
         )  # fmt: skip
         tl.store(ring + position % KEPT * ROW + column, kept, mask=column < ROW)
 
