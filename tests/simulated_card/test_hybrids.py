@@ -108,6 +108,20 @@ def test_the_text_of_models_with_mamba_2_is_that_of_the_cpu(family, placement, t
         assert card.counts["replays"]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_text_of_rwkv7_is_that_of_the_cpu(placement, tmp_path, simulated_card):
+    """Also where the first values are made on one device and read on the other one."""
+    write_checkpoint(tmp_path, "rwkv7", layers=3, seed=1)
+    packed = packed_in_formats(tmp_path, tmp_path)
+    expected = texts_of_the_cpu(packed, 6)
+    for weights, each in packed.items():
+        with simulated_card(CardConfig("random")) as card, each.opened(DEVICE) as placed:
+            placed.place(blocks(each, placement), 8)
+            assert any(is_ours(block, DEVICE) for block in placed.prefill_model.blocks)
+            assert text(each, placed, 6) == expected[weights]
+            assert card.counts["replays"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
 def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):
