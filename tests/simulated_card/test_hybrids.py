@@ -25,8 +25,11 @@ from tests.simulated_card.support import (
 from tests.simulated_card.test_placements import wish
 from tests.thinning import one_in
 
-SMALLEST = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
-SMALLEST |= {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+SMALLEST = {
+    "qwen3_5": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
+    "rwkv7": {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64},
+}
 SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
 
 
@@ -122,10 +125,22 @@ def test_the_text_of_rwkv7_is_that_of_the_cpu(placement, tmp_path, simulated_car
             assert card.counts["replays"]
 
 
+def test_first_values_are_found_while_blocks_move(tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "rwkv7", layers=3, seed=1)
+    packed = packed_in_formats(tmp_path, tmp_path)["int8"]
+    with packed.opened() as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        expected = generated(packed.engine(placed), PROMPT, 12, temperature=0.9, seed=5)
+    with simulated_card(CardConfig("random", seed=1)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        assert written_while_moved(packed, placed, ["streamed", "mixed", "resident"], wish(12)) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
-def test_the_kernels_themselves_write_the_text_of_the_cpu(placement, tmp_path, simulated_card):
-    write_checkpoint(tmp_path, "qwen3_5", layers=2, **SMALLEST)
+@pytest.mark.parametrize("family", SMALLEST)
+def test_the_kernels_themselves_write_the_text_of_the_cpu(family, placement, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, family, layers=2, **SMALLEST[family])
     packed = packed_in_formats(tmp_path, tmp_path)["int8"]
     expected = texts_of_the_cpu({"int8": packed}, 3)
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:
