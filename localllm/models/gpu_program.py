@@ -38,7 +38,7 @@ from localllm.layers.low_rank import Adapter, AppliedAdapter
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
-from localllm.layers.norm import LayerNorm, as_rms
+from localllm.layers.norm import as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.segment import KVStore
@@ -50,7 +50,7 @@ from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.gpu_mixture import run_mixture, table_of
 from localllm.models.gpu_runs import Run, ended_by, joined_runs, without_head
-from localllm.models.gpu_rwkv import run_rwkv7
+from localllm.models.gpu_rwkv import before_product, run_rwkv7
 from localllm.models.gpu_slots import BlockPart, SlottedMixtures, is_slotted, parts_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
@@ -322,7 +322,7 @@ class GpuProgram:
         for forward, own in zip(forwards, rows, strict=True):
             part = slice(first, first + len(own))
             if len(own) and forward.adapters is not None and forward.adapters.changes(HEAD):
-                floats = floats_of(wanted[part], wanted.shape[1], as_rms(self.decoder.final_norm))
+                floats = floats_of(*before_product(self.decoder.final_norm, wanted[part]))
                 forward.adapters.of_rows(own).add(HEAD, floats, logits[part])
             first += len(own)
         return self.decoder.capped(logits)
@@ -354,13 +354,12 @@ class GpuProgram:
         return self.decoder.capped(self._product_with_head(x))
 
     def _product_with_head(self, x: Tensor) -> Tensor:
-        decoder = self.decoder
-        return multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float()
+        x, _, norm = before_product(self.decoder.final_norm, x)
+        return multiply(self.decoder.head, x, self.decoder.dtype, norm=norm).float()
 
     @property
     def _has_head(self) -> bool:
-        """Return whether the head, and the norm before it, are for our kernels."""
-        return self.decoder.head.device == self.device and not isinstance(self.decoder.final_norm, LayerNorm)
+        return self.decoder.head.device == self.device
 
     def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:
         body = block.body

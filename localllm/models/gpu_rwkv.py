@@ -15,7 +15,7 @@ from localllm.kernels.sizes import Glu
 from localllm.kernels.state_shapes import RWKV7_MIXED
 from localllm.layers.gpu_block import GpuForward, adapted_product, room_for
 from localllm.layers.native_states import place_of
-from localllm.layers.norm import LayerNorm, Norm
+from localllm.layers.norm import LayerNorm, Norm, RMSNorm
 from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.decoder import Block
 from localllm.models.first_values import makes_first_values
@@ -37,9 +37,18 @@ def run_rwkv7(block: Block, blocks: Sequence[Block], x: Tensor, forward: GpuForw
 
 
 def _normed(norm: Norm | None, x: Tensor, y: Tensor) -> Tensor:
+    """x fp32 [M, hidden] -> y, which may be the same."""
     assert isinstance(norm, LayerNorm), "as the family has it"
     layer_norm(x, y, norm.weight, norm.bias, norm.eps).run()
     return y
+
+
+def before_product(norm: Norm, x: Tensor) -> tuple[Tensor, int, RMSNorm | None]:
+    """Return x fp32 [M, hidden], its features, and the norm that a product begins with. One with a mean is computed
+    here."""
+    if isinstance(norm, LayerNorm):
+        return _normed(norm, x, torch.empty_like(x)), x.shape[1], None
+    return x, x.shape[1], norm
 
 
 def _shifted(
