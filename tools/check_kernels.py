@@ -40,7 +40,9 @@ from localllm.kernels.gpu import (
     mamba,
     rope,
     routing,
+    rwkv,
     sample,
+    shift,
     short_conv,
 )
 from localllm.kernels.gpu.activations import Codes
@@ -55,13 +57,26 @@ from localllm.kernels.gpu.attention import (
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.check import BRIEF, launches_of, sizes_for
 from localllm.kernels.gpu.check_attention import FORMATS, Heads
-from localllm.kernels.gpu.check_cases import CODED, CONVS, DELTAS, FP4, GLUS, GROUPS, INT8, MAMBAS, ROUTERS, weights_of
+from localllm.kernels.gpu.check_cases import (
+    CODED,
+    CONVS,
+    DELTAS,
+    FP4,
+    GLUS,
+    GROUPS,
+    INT8,
+    MAMBAS,
+    ROUTERS,
+    RWKV7S,
+    weights_of,
+)
 from localllm.kernels.gpu.check_latent import LatentHeads
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, mixed, mixture
 from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
+from localllm.kernels.gpu.layer_norm import layer_norm
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.recurrence import SegmentTables
@@ -70,9 +85,19 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.sizes import CENTRED, INT8_GROUP, TILE, Glu, RouterConfig, Weights
-from localllm.kernels.state_shapes import STATE_WORDS, ConvShape, DeltaShape, Mamba2Shape, StatePlace
+from localllm.kernels.state_shapes import (
+    RWKV7_MIXED,
+    STATE_WORDS,
+    ConvShape,
+    DeltaShape,
+    Mamba2Shape,
+    Rwkv7Shape,
+    ShiftShape,
+    StatePlace,
+)
 
 # Of one block, in bytes: what a kernel may ask for beyond the 48 KiB that every card has (CUDA's programming guide,
 # "technical specifications per compute capability"). Triton does not look at it before it launches.
@@ -324,6 +349,23 @@ def mambas(shape: Mamba2Shape, has_norm: bool = True, is_gated: bool = True) -> 
         yield from mamba.mix(each, steps, _empty((rows, shape.features)), tables, weights, shape, place)
 
 
+def rwkv7s(shape: Rwkv7Shape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:
+    """Yield the launches of both blocks of a layer of RWKV-7, of its first one and another, as `deltas` does."""
+    rows, size, channels = 2, shape.features, ShiftShape(shape.features)
+    tables = SegmentTables(_empty((rows, len(STATE_WORDS)), torch.int64), _empty((rows,), torch.int32))
+    vector, x, mixes = _empty((size,)), _empty((rows, size)), _empty((len(RWKV7_MIXED), size))
+    for bias in (None, vector):
+        yield layer_norm(x, x, vector, bias, 1e-5)
+    place = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes)
+    yield shift.shift(x, mixes, _empty((len(mixes), rows, size)), tables, shape, place, keeps=False)
+    yield shift.shift(x, mixes[:1], _empty((1, rows, size)), tables, channels, place, keeps=True)
+    weights = TimeMixWeights(mixes, vector, vector, vector, vector, vector, 1e-5)
+    outs: list[Tensor | Codes] = [x, *codes_of_heads(rows, shape.num_heads, shape.head_dim, groups)]
+    for value_gate, out in product((None, x), outs):
+        projected = rwkv.Projected(x, x, x, x, x, x, x, value_gate)
+        yield from rwkv.mix_time(projected, x, out, tables, weights, shape, place)
+
+
 OTHER_HEADS = (
     Heads(head_dim=64, window=128, has_sinks=True),
     Heads(head_dim=96, has_growth=True),
@@ -335,6 +377,7 @@ OTHER_HEADS = (
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
     Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
+OTHER_RWKV7S = (Rwkv7Shape(16, 128), Rwkv7Shape(3, 48), Rwkv7Shape(4, 256))
 OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), (Mamba2Shape(2, 16, 1, 16, 2),))
 OTHER_DELTAS = (
     *DELTAS[1:],
@@ -373,6 +416,8 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from convs(conv)
     for given in ((MAMBAS[0],),) if is_brief else ((MAMBAS[0],), *OTHER_MAMBAS):
         yield from mambas(*given)
+    for time_mix in RWKV7S if is_brief else (*RWKV7S, *OTHER_RWKV7S):
+        yield from rwkv7s(time_mix)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
     for heads in () if is_brief else OTHER_HEADS:
@@ -404,6 +449,8 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from convs(conv)
     for given in ((MAMBAS[0],),) if is_brief else ((MAMBAS[0],), *OTHER_MAMBAS):
         yield from mambas(*given)
+    for time_mix in RWKV7S if is_brief else (*RWKV7S, *OTHER_RWKV7S):
+        yield from rwkv7s(time_mix)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
     for heads in () if is_brief else OTHER_HEADS:

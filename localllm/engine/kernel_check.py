@@ -12,7 +12,7 @@ from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
 from localllm.kernels.sizes import Coding, Weights
-from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, Rwkv7Shape
 from localllm.layers.config import AttentionConfig
 from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_latent_for_gpu, is_packed, is_plain
@@ -80,6 +80,8 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
         ways["convs"] = convs
     if mambas := [asdict(shape) for shape in shapes if isinstance(shape, Mamba2Shape)]:
         ways["mambas"] = mambas
+    if rwkv7s := [asdict(shape) for shape in shapes if isinstance(shape, Rwkv7Shape)]:
+        ways["rwkv7s"] = rwkv7s
     if latents := list(_latents(config, kv_format.keys, dtype)):
         ways["latents"] = latents
     return CheckScope.of(ways)

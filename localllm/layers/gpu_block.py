@@ -46,12 +46,14 @@ from localllm.quant.stacked import Stacked
 @dataclass(frozen=True)
 class GpuForward:
     """One forward as a block sees it. places: of each layer, its group and its number among those on the device.
-    adapters: what is added to its rows, if anything is."""
+    adapters: what is added to its rows, if anything is. first_values: fp32 [M, features], of the first time mix of
+    RWKV-7; without features where there is none."""
 
     batch: Batch
     tables: GpuTables
     places: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # of activations for the library's products
+    first_values: Tensor
     adapters: RowAdapters | None = None
     _elsewhere: dict[torch.device, Batch] = field(default_factory=dict)
 
@@ -241,7 +243,7 @@ def _taken_in(body: DeltaNet, norm: RMSNorm | None, x: Tensor, forward: GpuForwa
     z = wide[:, shape.channels :]
     if body.z_proj is not None:
         z = adapted_product(body.z_proj, z, forward)
-    out = _before(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
+    out = room_for(body.out_proj, M, shape.value_heads, shape.value_dim, forward)
     run_all(delta.mix(wide, gates, z, out, forward.tables.states, body.weights, shape, _place(body, forward)))
     return out
 
@@ -250,7 +252,7 @@ def _convolved(body: ShortConv, norm: RMSNorm | None, x: Tensor, forward: GpuFor
     """Do as `_taken_in` with a short convolution."""
     shape, wide = body.config.shape, adapted_product(body.in_proj, x, forward, norm=norm)
     block = short_conv.block_of(shape)
-    out = _before(body.out_proj, len(x), shape.channels // block, block, forward)
+    out = room_for(body.out_proj, len(x), shape.channels // block, block, forward)
     short_conv.convolve(wide, out, forward.tables.states, body.weights, shape, _place(body, forward)).run()
     return out
 
@@ -281,7 +283,7 @@ def _exact(linear: Linear, norm: RMSNorm | None, x: Tensor, forward: GpuForward,
         forward.adapters.add(linear.name, floats_of(x, x.shape[1], norm), y)
 
 
-def _before(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:
+def room_for(linear: Linear, rows: int, heads: int, head_dim: int, forward: GpuForward) -> Tensor | Codes:
     """Return room for heads that a matrix is multiplied with: codes for it where they fill its groups and no adapter
     takes them, else floats."""
     packed = linear.packed
@@ -310,7 +312,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         growth=None if config.growth is None else config.growth.beta,
         growth_length=1 if config.growth is None else config.growth.length,
     )
-    q, mixed = torch.empty((M, H, D), device=qkv.device), _before(body.o_proj, M, H, D, forward)
+    q, mixed = torch.empty((M, H, D), device=qkv.device), room_for(body.o_proj, M, H, D, forward)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
     launches = attend(
         q,

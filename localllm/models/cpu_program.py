@@ -34,10 +34,10 @@ from localllm.models.capabilities import fills_vectors
 from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import has_native_matrices, packed_matrix, packed_parts
-from localllm.models.cpu_rwkv_steps import makes_first_values
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
 from localllm.models.decoder import Block, Decoder
 from localllm.models.expert_records import PooledExperts
+from localllm.models.first_values import makes_first_values
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import dense_name
 

@@ -17,11 +17,7 @@ from localllm.layers.norm import LayerNorm
 from localllm.layers.rwkv7 import LowRankPair, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.cpu_products import Products, multiply, packed, product
 from localllm.models.decoder import Block
-
-
-def makes_first_values(blocks: Sequence[Block], body: Rwkv7TimeMix) -> bool:
-    """Return whether a body is the first time mix of those blocks: a draft may leave the model's out."""
-    return body is next(block.body for block in blocks if isinstance(block.body, Rwkv7TimeMix))
+from localllm.models.first_values import makes_first_values
 
 
 def rwkv7_steps(write: Products, block: Block, blocks: Sequence[Block]) -> Iterator[Step]:

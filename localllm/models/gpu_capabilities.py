@@ -13,6 +13,7 @@ from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
 from localllm.layers.norm import LayerNorm
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.segment import KVStore
 from localllm.layers.short_conv import ShortConv
 from localllm.models.capabilities import is_latent_for_gpu, is_plain
@@ -25,6 +26,8 @@ def is_ours(block: Block, device: torch.device, kv: KVStore | None = None) -> bo
     """Return whether our kernels know the block, and it is computed where they are. kv: its pages must be there,
     too."""
     body, norms = block.body, (block.norm_in, block.norm_out)
+    if isinstance(body, Rwkv7TimeMix | Rwkv7ChannelMix):  # whose norms have a mean, that of embeddings too
+        return block.device == device and body.config.shape.fills_vectors
     if block.device != device or not block.is_usual or any(isinstance(norm, LayerNorm) for norm in norms):
         return False
     if isinstance(body, MoE):

@@ -38,16 +38,19 @@ from localllm.layers.low_rank import Adapter, AppliedAdapter
 from localllm.layers.mamba2 import Mamba2
 from localllm.layers.mlp import MLP
 from localllm.layers.moe import MoE
-from localllm.layers.norm import LayerNorm, as_rms
+from localllm.layers.norm import as_rms
 from localllm.layers.recurrent import Recurrent
+from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.segment import KVStore
 from localllm.layers.short_conv import ShortConv
 from localllm.models.capabilities import has_one_head_shape
 from localllm.models.decoder import Block, Decoder
+from localllm.models.first_values import first_value_features, first_values_shared
 from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_graphs import Graphs
 from localllm.models.gpu_mixture import run_mixture, table_of
 from localllm.models.gpu_runs import Run, ended_by, joined_runs, without_head
+from localllm.models.gpu_rwkv import before_product, run_rwkv7
 from localllm.models.gpu_slots import BlockPart, SlottedMixtures, is_slotted, parts_of
 from localllm.models.layout import EMBED, HEAD
 from localllm.quant.dense import Dense
@@ -86,6 +89,7 @@ class _Rows:
         self.logits = torch.zeros((product.FEW_ROWS, vocab_size), device=device)
         self.drawn = torch.zeros(product.FEW_ROWS, dtype=torch.int64, device=device)
         self.sampling = sample.SampleRoom.empty(product.FEW_ROWS, vocab_size, device)
+        self.first_values = torch.zeros((CHUNK_ROWS, first_value_features(decoder.config)), device=device)
 
     @cached_property
     def long_x(self) -> Tensor:
@@ -99,6 +103,7 @@ class _ForwardRoom:
         count = tables.shape.rows
         self.tables, self.x = tables, x
         self.logits, self.drawn, self.sampling = rows.logits[:count], rows.drawn[:count], rows.sampling
+        self.first_values = rows.first_values[:count]
         self.graphs: dict[int, Any] = {}
         self.forwards = 0
 
@@ -183,7 +188,7 @@ class GpuProgram:
         room = self._room(batch, rows, draws)
         if previous is not None:
             room.tables.views["token_ids"][: len(batch)].copy_(previous[: len(batch)], non_blocking=True)
-        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
+        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype, room.first_values)
         self.decoder.stream.begin()
         draws_now = bool(draws) or self._captures  # one graph serves both: a token that nobody asked for takes 20 us
         for index, run in enumerate(runs):
@@ -195,7 +200,7 @@ class GpuProgram:
         """Compute more rows than a step has. Logits are wanted of few of them: the head is in no graph."""
         runs = without_head(self._runs)
         room = self._room(batch, rows, ())
-        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype)
+        forward = GpuForward(batch, room.tables, self._places(batch), self.decoder.dtype, room.first_values)
         self.decoder.stream.begin()
         for index, run in enumerate(runs):
             with self._held(run), self._attended(run, room, len(batch)):
@@ -275,15 +280,15 @@ class GpuProgram:
     # Many rows
 
     def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
-        decoder = self.decoder
+        decoder, features = self.decoder, first_value_features(self.decoder.config)
         decoder.stream.begin()
         forwards = []
         for batch in batches:
             shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
             tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
             tables.fill(batch, self._groups(batch), tokens)
-            adapters = self._adapters.rows_of(batch)
-            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype, adapters))
+            adapters, first = self._adapters.rows_of(batch), torch.empty((len(batch), features), device=self.device)
+            forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype, first, adapters))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
         with decoder.stream.held(EMBED):
             for forward, x in zip(forwards, states, strict=True):
@@ -317,7 +322,7 @@ class GpuProgram:
         for forward, own in zip(forwards, rows, strict=True):
             part = slice(first, first + len(own))
             if len(own) and forward.adapters is not None and forward.adapters.changes(HEAD):
-                floats = floats_of(wanted[part], wanted.shape[1], as_rms(self.decoder.final_norm))
+                floats = floats_of(*before_product(self.decoder.final_norm, wanted[part]))
                 forward.adapters.of_rows(own).add(HEAD, floats, logits[part])
             first += len(own)
         return self.decoder.capped(logits)
@@ -349,16 +354,19 @@ class GpuProgram:
         return self.decoder.capped(self._product_with_head(x))
 
     def _product_with_head(self, x: Tensor) -> Tensor:
-        decoder = self.decoder
-        return multiply(decoder.head, x, decoder.dtype, norm=as_rms(decoder.final_norm)).float()
+        x, _, norm = before_product(self.decoder.final_norm, x)
+        return multiply(self.decoder.head, x, self.decoder.dtype, norm=norm).float()
 
     @property
     def _has_head(self) -> bool:
-        """Return whether the head, and the norm before it, are for our kernels."""
-        return self.decoder.head.device == self.device and not isinstance(self.decoder.final_norm, LayerNorm)
+        return self.decoder.head.device == self.device
 
     def _run_ours(self, block: Block, x: Tensor, forward: GpuForward) -> None:
-        norms, body = (as_rms(block.norm_in), as_rms(block.norm_out)), block.body
+        body = block.body
+        if isinstance(body, Rwkv7TimeMix | Rwkv7ChannelMix):
+            run_rwkv7(block, self.decoder.blocks, x, forward)
+            return
+        norms = as_rms(block.norm_in), as_rms(block.norm_out)
         if is_slotted(block):
             for part in parts_of(block):
                 self._slotted.before(part)
@@ -371,7 +379,9 @@ class GpuProgram:
             run_block(body, *norms, x, forward)
 
     def _by_operators(self, block: Block, x: Tensor, forward: GpuForward) -> Tensor:
-        y = block(moved(x.to(self.decoder.dtype), block.device), forward.on(block.device))
+        batch, first = forward.on(block.device), forward.first_values[: len(x)]
+        with first_values_shared(block, self.decoder.blocks, batch, first):
+            y = block(moved(x.to(self.decoder.dtype), block.device), batch)
         return moved(y, self.device).float()
 
     # What there is

@@ -18,7 +18,7 @@ from localllm.engine.request import AdapterRef
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
-from localllm.layers.low_rank import AppliedAdapter
+from localllm.layers.low_rank import HEAD, Adapter, AppliedAdapter, LowRank
 from localllm.models.gpu_capabilities import is_ours
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
@@ -103,6 +103,23 @@ def test_prompts_and_steps_are_computed_as_operators_do(
         expected = model.logits(by_operators(model.engine.model), token_ids, adapters, [24])
         assert error(base, expected) > 0.1, "they change something"
         assert error(model.logits(runner, token_ids, adapters, [19, 3, 1, 1]), expected) < tolerance
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), every_other([("int4-g32", 0.03), ("fp32", EXACT)]))
+def test_every_matrix_of_rwkv7_takes_what_adapters_add(weights: str, tolerance: float, tmp_path: Path) -> None:
+    """Those of its pairs of small ones, too."""
+    write_checkpoint(tmp_path, "rwkv7", layers=2, hidden_size=32, head_dim=16, intermediate_size=64)
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv="bf16"))
+    linears = {linear.name: linear for block in engine.model.blocks for linear in block.body.linears}
+    parts = {
+        site: (LowRank(torch.randn(3, linear.in_features) * 0.1, torch.randn(linear.out_features, 3) * 0.1, 0),)
+        for site, linear in {**linears, HEAD: engine.model.head}.items()
+    }
+    model = Model(engine, [AppliedAdapter(Adapter("all", b"", parts, {}), 1.0)])
+    assert len(linears) == 2 * 14 - 2 and not needs(model.by_kernels(), model, 0)
+    base, expected = (model.logits(by_operators(engine.model), ids(24), own, [24]) for own in ((), (0,)))
+    assert error(base, expected) > 0.1, "they change something"
+    assert error(model.logits(model.by_kernels(), ids(24), (0,), [19, 3, 1, 1]), expected) < tolerance
 
 
 @pytest.mark.usefixtures("products_row_by_row")

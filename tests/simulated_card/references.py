@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels import delta_rule, int8, kv_page, mamba_rule, noise, reference, tile16
+from localllm.kernels import delta_rule, int8, kv_page, mamba_rule, noise, reference, rwkv7, tile16
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu import (
     activations,
@@ -23,12 +23,15 @@ from localllm.kernels.gpu import (
     experts,
     latent_attention,
     latent_store,
+    layer_norm,
     low_rank,
     mamba,
     product,
     rope,
     routing,
+    rwkv,
     sample,
+    shift,
     short_conv,
 )
 from localllm.kernels.gpu.activations import Codes
@@ -44,10 +47,19 @@ from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.short_conv import convolve as convolve_by_reference
 from localllm.kernels.sizes import Glu, RouterConfig
-from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, StatePlace, StateShape
+from localllm.kernels.state_shapes import (
+    RWKV7_KEPT,
+    ConvShape,
+    DeltaShape,
+    Mamba2Shape,
+    Rwkv7Shape,
+    StatePlace,
+    StateShape,
+)
 from tests.simulated_card.device import SimulatedCard
 
 
@@ -229,6 +241,50 @@ def _mamba_mix(
         raw = torch.cat((wide[begin:end, shape.features :].float(), steps[begin:end]), dim=1)
         y = mamba_rule.mix(StateRows(state, raw, past, committed, snapshots), weights).flatten(1)
         out[begin:end] = mamba_rule.gated_norm(y, wide[begin:end, : shape.features], weights, shape.num_groups)
+
+
+def _layer_norm(_: SimulatedCard, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    normed = functional.layer_norm(x.double(), x.shape[1:], weight.double(), eps=eps)
+    y.copy_(normed if bias is None else normed + bias)
+
+
+def _shift(
+    card: SimulatedCard,
+    x: Tensor,
+    mixes: Tensor,
+    y: Tensor,
+    tables: SegmentTables,
+    shape: StateShape,
+    place: StatePlace,
+    *,
+    keeps: bool,
+) -> None:
+    for begin, end, rows in _state_rows(card, x, tables, shape, place):
+        own = rows.raw
+        y[:, begin:end] = rwkv7.shifted(own, rwkv7.before(rows.state, own, rows.past), mixes)
+        if keeps:
+            rows.keep()
+
+
+def _mix_time(
+    card: SimulatedCard,
+    projected: rwkv.Projected,
+    first_values: Tensor,
+    out: Tensor | Codes,
+    tables: SegmentTables,
+    weights: TimeMixWeights,
+    shape: Rwkv7Shape,
+    place: StatePlace,
+) -> None:
+    own, values = projected._asdict(), projected.v
+    if projected.value_gate is None:
+        first_values.copy_(values)
+    else:
+        own["v"] = rwkv7.gated_values(values, projected.value_gate, first_values)
+    raw, mixed = torch.cat([own[name] for name in RWKV7_KEPT], dim=1), torch.zeros_like(values)
+    for begin, end, rows in _state_rows(card, raw, tables, shape, place):
+        mixed[begin:end] = rwkv7.mix_time(rows, projected.r[begin:end], projected.g[begin:end], weights)
+    _write(mixed, out)
 
 
 def _mixture(
@@ -567,6 +623,9 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     delta.mix: _delta_mix,
     short_conv.convolve: _convolve,
     mamba.mix: _mamba_mix,
+    layer_norm.layer_norm: _layer_norm,
+    shift.shift: _shift,
+    rwkv.mix_time: _mix_time,
     experts.mixture: _mixture,
     experts.gates: _gates,
     experts.mixed: _mixed,

@@ -25,12 +25,20 @@ from tests.simulated_card.support import (
 from tests.simulated_card.test_placements import wish
 from tests.thinning import every_other, one_in
 
-SMALLEST = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
-SMALLEST |= {"layer_types": ["linear_attention", "full_attention"]}
-SMALLEST_KIMI = {
-    "linear_head_dim": 16, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "moe_intermediate_size": 48,
-}  # fmt: skip
+HYBRID = linear(1, 2, 16, 32, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64)
+SMALLEST = {
+    "qwen3_5": HYBRID | {"layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        "linear_head_dim": 16,
+        "linear_num_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 48,
+    },
+    "rwkv7": {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64},
+}
 SCHEDULES = ["lazy", "copies-early", "copies-late", "random"]
 
 
@@ -125,11 +133,36 @@ def test_the_text_of_kimi_delta_attention_is_that_of_the_cpu(placement, tmp_path
         assert card.counts["replays"]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_text_of_rwkv7_is_that_of_the_cpu(placement, tmp_path, simulated_card):
+    """Also where the first values are made on one device and read on the other one."""
+    write_checkpoint(tmp_path, "rwkv7", layers=3, seed=1)
+    packed = packed_in_formats(tmp_path, tmp_path)
+    expected = texts_of_the_cpu(packed, 6)
+    for weights, each in packed.items():
+        with simulated_card(CardConfig("random")) as card, each.opened(DEVICE) as placed:
+            placed.place(blocks(each, placement), 8)
+            assert any(is_ours(block, DEVICE) for block in placed.prefill_model.blocks)
+            assert text(each, placed, 6) == expected[weights]
+            assert card.counts["replays"]
+
+
+def test_first_values_are_found_while_blocks_move(tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "rwkv7", layers=3, seed=1)
+    packed = packed_in_formats(tmp_path, tmp_path)["int8"]
+    with packed.opened() as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        expected = generated(packed.engine(placed), PROMPT, 12, temperature=0.9, seed=5)
+    with simulated_card(CardConfig("random", seed=1)), packed.opened(DEVICE) as placed:
+        placed.place(blocks(packed, "resident"), 8)
+        assert written_while_moved(packed, placed, ["streamed", "mixed", "resident"], wish(12)) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["resident", "mixed"])
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", SMALLEST), ("kimi_linear", SMALLEST_KIMI)])
-def test_the_kernels_themselves_write_the_text_of_the_cpu(family, sizes, placement, tmp_path, simulated_card):
-    write_checkpoint(tmp_path, family, layers=2, **sizes)
+@pytest.mark.parametrize("family", SMALLEST)
+def test_the_kernels_themselves_write_the_text_of_the_cpu(family, placement, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, family, layers=2, **SMALLEST[family])
     packed = packed_in_formats(tmp_path, tmp_path)["int8"]
     expected = texts_of_the_cpu({"int8": packed}, 3)
     with simulated_card(CardConfig("lazy"), "interpreted") as card, packed.opened(DEVICE) as placed:

@@ -139,7 +139,7 @@ def _prepared(x, weight, x_stride, features, columns, row, eps, KIND: tl.constex
             values = gated(values, up, GLU)
         else:
             activation: tl.constexpr = GLU.activation
-            values = activated(values, activation)
+            values = tl.where(is_there, activated(values, activation), 0.0)  # of nothing, a sigmoid makes a half
     return values
 
 

@@ -24,11 +24,13 @@ from localllm.kernels.gpu.launch import KernelLaunch, compile_all, is_interprete
 from localllm.kernels.gpu.product import dispatch_for
 from localllm.kernels.gpu.ready import COMPARED, PROGRESS, UNCOMPARED, Ways, lacks_bf16
 from localllm.kernels.sizes import Glu, RouterConfig, Weights
-from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, Rwkv7Shape
 
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
-BRIEF = CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), (), (Glu("silu"),), (), ())
+BRIEF = replace(
+    CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(),), (), (Glu("silu"),), (), ()), rwkv7s=()
+)
 
 
 class Outcome(NamedTuple):
@@ -64,6 +66,7 @@ def sizes_of(ways: Ways) -> CheckSizes:
         deltas=deltas,
         convs=tuple(ConvShape(**shape) for shape in ways.get("convs", ())),
         mambas=tuple(Mamba2Shape(**shape) for shape in ways.get("mambas", ())),
+        rwkv7s=tuple(Rwkv7Shape(**shape) for shape in ways.get("rwkv7s", ())),
         expert_biases=tuple(ways.get("expert_biases", ())),
     )
 

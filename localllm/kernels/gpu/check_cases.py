@@ -20,6 +20,7 @@ from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, e
 from localllm.kernels.gpu.check_delta import delta_cases
 from localllm.kernels.gpu.check_latent import LATENTS, LatentHeads, latent_cases
 from localllm.kernels.gpu.check_mamba import mamba_cases
+from localllm.kernels.gpu.check_rwkv import rwkv7_cases
 from localllm.kernels.gpu.check_short_conv import short_conv_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner, gates, mixed, mixture
@@ -30,7 +31,7 @@ from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.noise import gumbel_noise, noise_key
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.sizes import CENTRED, Glu, RouterConfig, Weights
-from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape
+from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, Rwkv7Shape
 
 _EPS, _RECORD_ALIGN = 1e-5, 64
 GROUPS: tuple[int, ...] = (64, 32, 128)  # of INT4 weights; the first is what models are packed with
@@ -64,6 +65,7 @@ GLUS = (
 )
 CONVS = (ConvShape(2048, 3), ConvShape(192, 7))
 MAMBAS = (Mamba2Shape(128, 64, 8, 128), Mamba2Shape(24, 32, 1, 256))
+RWKV7S = (Rwkv7Shape(32, 64),)
 DELTAS = (
     DeltaShape(16, 32, 128, 128),
     DeltaShape(4, 4, 96, 192, is_tiled=True),
@@ -87,6 +89,7 @@ class CheckSizes:
     deltas: tuple[DeltaShape, ...] = DELTAS
     convs: tuple[ConvShape, ...] = CONVS
     mambas: tuple[Mamba2Shape, ...] = MAMBAS
+    rwkv7s: tuple[Rwkv7Shape, ...] = RWKV7S
     expert_biases: tuple[bool, ...] = (False, True)
 
     @property
@@ -107,6 +110,7 @@ SMALL = CheckSizes(
     deltas=(),
     convs=(),
     mambas=(),
+    rwkv7s=(),
 )
 
 _ROUTE_PARTS = ("logits", "experts", "weights")
@@ -130,6 +134,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
         yield from _taken(f"adapters in {dtype}", _adapted(device, dtype, sizes))
     for mamba in sizes.mambas:
         yield from _taken(f"Mamba 2 of {mamba}", mamba_cases(device, mamba))
+    for rwkv7 in sizes.rwkv7s:
+        yield from _taken(f"RWKV-7 of {rwkv7}", rwkv7_cases(device, rwkv7, weights))
     for shape in sizes.deltas:
         yield from _taken(f"a delta rule of {shape}", delta_cases(device, shape, weights))
     for conv in sizes.convs:

@@ -51,8 +51,8 @@ class Ways(TypedDict):
     that mean anything else; attention: by the fields of `check.Heads`; glus: of its MLPs, by those of `Glu`; routers:
     of its mixtures, by those of `RouterConfig`; expert_biases: whether their experts have any; deltas: of its layers of
     Gated DeltaNet and its like, by those of `DeltaShape`; convs: of its short convolutions, by those of `ConvShape`;
-    mambas: of its layers of Mamba 2, by those of `Mamba2Shape`; latents: of its latent attention, by those of
-    `check_latent.LatentHeads`."""
+    mambas: of its layers of Mamba 2, by those of `Mamba2Shape`; rwkv7s: of its time mixes, by those of `Rwkv7Shape`;
+    latents: of its latent attention, by those of `check_latent.LatentHeads`."""
 
     groups: list[int | dict[str, Any] | None]
     attention: list[dict[str, Any]]
@@ -62,6 +62,7 @@ class Ways(TypedDict):
     deltas: NotRequired[list[dict[str, Any]]]
     convs: NotRequired[list[dict[str, Any]]]
     mambas: NotRequired[list[dict[str, Any]]]
+    rwkv7s: NotRequired[list[dict[str, Any]]]
     latents: NotRequired[list[dict[str, Any]]]
 
 
