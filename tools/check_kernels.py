@@ -37,7 +37,7 @@ from localllm.kernels.gpu import (
     delta,
     embedding,
     low_rank,
-    mamba,
+    mamba2,
     rope,
     routing,
     rwkv,
@@ -83,7 +83,7 @@ from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
@@ -346,7 +346,7 @@ def mambas(shape: Mamba2Shape, has_norm: bool = True, is_gated: bool = True) -> 
     wide, steps = _empty((rows, shape.features + shape.channels)), _empty((rows, heads))
     place = StatePlace(3 * shape.state_bytes, 3 * shape.snapshot_bytes)
     for each in (wide, wide.bfloat16()):
-        yield from mamba.mix(each, steps, _empty((rows, shape.features)), tables, weights, shape, place)
+        yield from mamba2.mix(each, steps, _empty((rows, shape.features)), tables, weights, shape, place)
 
 
 def rwkv7s(shape: Rwkv7Shape, groups: tuple[int | None, ...] = (*GROUPS[:1], None)) -> Iterator[KernelLaunch]:

@@ -113,7 +113,7 @@ def granitehybrid(file: Metadata) -> Json:
         "layer_types": _kinds_by_keys(file, LINEAR),
         "position_embedding_type": "nope",
         "partial_rotary_factor": 1.0,
-        **_mamba(file),
+        **_mamba2_sizes(file),
         "mamba_expand": _expansion(file),
         "num_local_experts": experts,
         **multipliers(file),
@@ -129,7 +129,7 @@ def falcon_h1(file: Metadata) -> Json:
         "mamba_rms_norm": file.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": file.has("ssm_out.bias"),
-        **_mamba(file),
+        **_mamba2_sizes(file),
     }
 
 
@@ -220,7 +220,7 @@ def _kinds_by_keys(file: Metadata, other: str) -> list[str]:
     return [FULL if heads else other for heads in file.listed("attention.head_count_kv")]
 
 
-def _mamba(file: Metadata) -> Json:
+def _mamba2_sizes(file: Metadata) -> Json:
     """Return the sizes of Mamba 2 by the keys that most families have for them."""
     return {
         **_state_sizes(file, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),

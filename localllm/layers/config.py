@@ -264,7 +264,7 @@ class MambaConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """Mamba 2 of one layer. See `kernels.mamba_rule`.
+    """Mamba 2 of one layer. See `kernels.mamba2_rule`.
 
     least_step, most_step: bounds of a token's step; None: it has no upper one.
     norm: of what comes out, in as many parts as there are groups: of what the gate z leaves of it (`gated`), or before

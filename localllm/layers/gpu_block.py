@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu import activations, delta, mamba, product, short_conv
+from localllm.kernels.gpu import activations, delta, mamba2, product, short_conv
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
@@ -271,7 +271,7 @@ def _read_out(body: Mamba2, norm: RMSNorm | None, x: Tensor, forward: GpuForward
     wide = adapted_product(body.in_proj, x, forward, norm=norm)
     out = torch.empty((len(x), body.config.shape.features), device=x.device)
     place, shape = _place(body, forward), body.config.shape
-    run_all(mamba.mix(wide, steps, out, forward.tables.states, body.weights, shape, place))
+    run_all(mamba2.mix(wide, steps, out, forward.tables.states, body.weights, shape, place))
     return out
 
 

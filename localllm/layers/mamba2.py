@@ -11,9 +11,9 @@ from torch import Tensor
 
 from localllm.kernels import reference
 from localllm.kernels.cpu_jit import best_isa
-from localllm.kernels.cpu_mamba import Mamba2Room
+from localllm.kernels.cpu_mamba2 import Mamba2Room
 from localllm.kernels.cpu_tape import Tape
-from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
+from localllm.kernels.mamba2_rule import Mamba2Weights, gated_norm, mix
 from localllm.layers.adapted import adapted, add_adapters
 from localllm.layers.batch import Batch
 from localllm.layers.body_parts import BodyParts

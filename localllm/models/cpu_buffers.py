@@ -11,7 +11,7 @@ from localllm.kernels.cpu_delta import DeltaRoom
 from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
-from localllm.kernels.cpu_mamba import Mamba2Room
+from localllm.kernels.cpu_mamba2 import Mamba2Room
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
 from localllm.kernels.cpu_scan import ScanRoom
 from localllm.kernels.cpu_short_conv import ConvRoom

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels import delta_rule, int8, kv_page, mamba_rule, noise, reference, rwkv7, tile16
+from localllm.kernels import delta_rule, int8, kv_page, mamba2_rule, noise, reference, rwkv7, tile16
 from localllm.kernels.delta_rule import DeltaWeights
 from localllm.kernels.gpu import (
     activations,
@@ -25,7 +25,7 @@ from localllm.kernels.gpu import (
     latent_store,
     layer_norm,
     low_rank,
-    mamba,
+    mamba2,
     product,
     rope,
     routing,
@@ -45,7 +45,7 @@ from localllm.kernels.gpu.rope import Rope, TokenTables
 from localllm.kernels.gpu.routing import RouterWeights, Routes
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
 from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
@@ -239,8 +239,8 @@ def _mamba_mix(
         due = card.bytes_at(pairs, 16 * count).view(torch.int64).view(-1, 2).tolist() if count else []
         snapshots = {at: card.bytes_at(p + place.snapshot, shape.snapshot_bytes) for at, p in due}
         raw = torch.cat((wide[begin:end, shape.features :].float(), steps[begin:end]), dim=1)
-        y = mamba_rule.mix(StateRows(state, raw, past, committed, snapshots), weights).flatten(1)
-        out[begin:end] = mamba_rule.gated_norm(y, wide[begin:end, : shape.features], weights, shape.num_groups)
+        y = mamba2_rule.mix(StateRows(state, raw, past, committed, snapshots), weights).flatten(1)
+        out[begin:end] = mamba2_rule.gated_norm(y, wide[begin:end, : shape.features], weights, shape.num_groups)
 
 
 def _layer_norm(_: SimulatedCard, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
@@ -622,7 +622,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     routing.logits_of: _logits_of,
     delta.mix: _delta_mix,
     short_conv.convolve: _convolve,
-    mamba.mix: _mamba_mix,
+    mamba2.mix: _mamba_mix,
     layer_norm.layer_norm: _layer_norm,
     shift.shift: _shift,
     rwkv.mix_time: _mix_time,

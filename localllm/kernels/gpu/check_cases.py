@@ -19,7 +19,7 @@ from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cas
 from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.check_delta import delta_cases
 from localllm.kernels.gpu.check_latent import LATENTS, LatentHeads, latent_cases
-from localllm.kernels.gpu.check_mamba import mamba_cases
+from localllm.kernels.gpu.check_mamba2 import mamba_cases
 from localllm.kernels.gpu.check_rwkv import rwkv7_cases
 from localllm.kernels.gpu.check_short_conv import short_conv_cases
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix

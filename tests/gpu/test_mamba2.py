@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.kernels.gpu import check_mamba, mamba
+from localllm.kernels.gpu import check_mamba2, mamba2
 from localllm.kernels.gpu.check_case import Case
 from localllm.kernels.gpu.launch import KernelLaunch, run_all
 from localllm.kernels.gpu.recurrence import SegmentTables
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, Mamba2Shape, StatePlace
-from tests.test_mamba_rule import (
+from tests.test_mamba2_rule import (
     LAYER,
     PADDING,
     VARIANTS,
@@ -58,7 +58,7 @@ class GpuLayer:
         segments = torch.tensor(words + [(0,) * 8] * nobodys)
         positions = torch.tensor([0] * T + [-1] * padding, dtype=torch.int32)
         place = StatePlace(LAYER * shape.state_bytes, LAYER * shape.snapshot_bytes)
-        run_all(mamba.mix(wide, steps, out, SegmentTables(segments, positions), self.weights, shape, place))
+        run_all(mamba2.mix(wide, steps, out, SegmentTables(segments, positions), self.weights, shape, place))
         assert out[T:].isnan().all()
         return [out[begin:end] for begin, end, *_ in words]
 
@@ -145,7 +145,7 @@ def test_what_is_not_a_number_reaches_its_row() -> None:
 
 def checked() -> Iterator[Case]:
     torch.manual_seed(0)
-    yield from check_mamba.mamba_cases(torch.device("cpu"), Mamba2Shape(2, 16, 1, 16))
+    yield from check_mamba2.mamba_cases(torch.device("cpu"), Mamba2Shape(2, 16, 1, 16))
 
 
 def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated, mamba2
 
 from localllm.kernels import cpu_isa
 from localllm.kernels.cpu_isa import Isa
-from localllm.kernels.cpu_mamba import Mamba2Room
+from localllm.kernels.cpu_mamba2 import Mamba2Room
 from localllm.kernels.cpu_states import PlacedStates, StateTables
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
-from localllm.kernels.mamba_rule import Mamba2Weights, gated_norm, mix
+from localllm.kernels.mamba2_rule import Mamba2Weights, gated_norm, mix
 from localllm.kernels.state_shapes import Mamba2Shape, StatePlace
 
 SHAPES = [Mamba2Shape(4, 16, 2, 32), Mamba2Shape(3, 10, 1, 12, conv_width=3), Mamba2Shape(6, 24, 3, 16, conv_width=2)]

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.kernels import mamba_rule
-from localllm.kernels.gpu import mamba
+from localllm.kernels import mamba2_rule
+from localllm.kernels.gpu import mamba2
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.check_case import Case, error_of
 from localllm.kernels.gpu.check_recurrence import RECURRENCE, CheckedLayer, SequenceTokens, TokenRun, recurrence_cases
 from localllm.kernels.gpu.launch import KernelLaunch
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.layer_state import StateRows
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.state_shapes import Mamba2Shape, StatePlace
 
 
@@ -40,11 +40,11 @@ def _layer(shape: Mamba2Shape, weights: Mamba2Weights, device: torch.device) -> 
         wide: Tensor, steps: Tensor, out: Tensor | Codes, tables: SegmentTables, place: StatePlace
     ) -> list[KernelLaunch]:
         assert isinstance(out, Tensor)
-        return mamba.mix(wide, steps, out, tables, there, shape, place)
+        return mamba2.mix(wide, steps, out, tables, there, shape, place)
 
     def expected(rows: StateRows[Mamba2Shape], wide: Tensor) -> Tensor:
-        mixed = mamba_rule.mix(rows, weights).flatten(1)
-        return mamba_rule.gated_norm(mixed, wide[:, : shape.features], weights, shape.num_groups)
+        mixed = mamba2_rule.mix(rows, weights).flatten(1)
+        return mamba2_rule.gated_norm(mixed, wide[:, : shape.features], weights, shape.num_groups)
 
     return CheckedLayer(shape, launches, expected, shape.features)
 

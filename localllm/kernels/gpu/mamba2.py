@@ -1,4 +1,4 @@
-"""Mamba 2 between its two projections, on a GPU: three launches. `kernels.mamba_rule` defines what it computes.
+"""Mamba 2 between its two projections, on a GPU: three launches. `kernels.mamba2_rule` defines what it computes.
 
 The first two are as those of `kernels.gpu.delta`: what one token and its few predecessors decide, and the walk over a
 sequence's tokens with a part of a head's state in registers. The third is the norm of each group, with the gates of
@@ -30,7 +30,7 @@ from localllm.kernels.gpu.recurrence import (
     store_tails,
     taps_of,
 )
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.state_shapes import Mamba2Shape, StatePlace
 
 _NORM_BLOCK = 1024  # features of a group that a program has at once

@@ -1,4 +1,4 @@
-"""Mamba 2 between its two projections on the CPU, as three steps of a tape. `mamba_rule` defines what it computes.
+"""Mamba 2 between its two projections on the CPU, as three steps of a tape. `mamba2_rule` defines what it computes.
 
 The first two are those of `cpu_delta`, with B in the place of keys, C in that of queries, and x in that of values: the
 convolution, and the walk over the tokens, a tile of a head's state at a time, which takes a token in and adds up S^T C
@@ -24,7 +24,7 @@ from localllm.kernels.cpu_jit import Native, compile_kernel
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_recurrence import ROWS_AHEAD, Prepared, Sweep, TokenSegment, TokenWalk, softplus
 from localllm.kernels.cpu_states import StateTables
-from localllm.kernels.mamba_rule import Mamba2Weights
+from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.state_shapes import STEP_ROWS, Mamba2Shape, StatePlace
 
 
