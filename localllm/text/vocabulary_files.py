@@ -68,8 +68,8 @@ def ranked(text: str, declared: Mapping[int, Any]) -> dict[str, object]:
         return int(found[2]), base64.b64decode(found[1], validate=True)
 
     tokens = {index: spelled(token) for index, token in _tokens(text, read).items()}
-    if missing := [value for char, value in BYTE_ALPHABET.items() if char not in tokens.values()]:
-        raise ValueError(f"it has no token for the byte {missing[0]}")
+    if missing := BYTE_ALPHABET.keys() - tokens.values():
+        raise ValueError(f"it has no token for the byte {BYTE_ALPHABET[min(missing)]}")
     first = max(tokens) + 1
     reserved = {index: f"<|reserved_token_{index}|>" for index in range(first, first + _NUM_RESERVED)}
     return _metadata("gpt2", tokens, reserved, declared, pre="kimi-k2", merges=_merges(tokens))
