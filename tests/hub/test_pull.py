@@ -319,7 +319,7 @@ REFUSED = {
     "no safetensors": ({"model.safetensors": None}, r"no model\.safetensors", (".bin", ".gguf")),
     "no tokenizer": ({"tokenizer.json": None}, "no tokenizer", ("tokenizer.model",)),
     "quantized": ({"config.json": b'{"quantization_config": {"quant_method": "exl2"}}'}, "quantized by 'exl2'", ()),
-    "unknown": ({"config.json": b'{"model_type": "mamba"}'}, "mamba", ()),
+    "unknown": ({"config.json": b'{"model_type": "bloom"}'}, "bloom", ()),
 }
 
 

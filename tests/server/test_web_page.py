@@ -96,7 +96,7 @@ def test_the_page_is_behind_the_checks_of_host_and_origin(server: Running, path:
 def test_the_log_names_the_page(server: Running) -> None:
     server.log.clear()
     opened(server, "/page/chat.js")
-    assert server.line_with("/page/").startswith("GET /page/{file} 200 ")
+    assert server.line_with("/page/{file} 200 ").startswith("GET ")  # another test's refusal may still be written
 
 
 def test_no_file_of_the_page_names_another_host() -> None:
