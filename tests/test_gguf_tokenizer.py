@@ -248,6 +248,13 @@ def test_the_longest_match_of_rwkv_is_read_with_its_escapes() -> None:
     assert (tokenizer.eos_token_id, tokenizer.adds_bos, tokenizer.special_ids) == (0, False, {0})
 
 
+def test_a_control_token_that_spells_a_byte_is_refused() -> None:
+    tokens = ["Ġ", *(repr(bytes([value]))[2:-1] for value in range(256))]  # the space's stand-in
+    with pytest.raises(TokenizerError, match="tokens is not usable") as caught:
+        hf_tokenizer(table(tokens, [CONTROL, *[NORMAL] * 256], model="rwkv"))
+    assert "'Ġ'" in caught.value.why
+
+
 def test_a_word_that_is_a_token_is_taken_whole_where_the_name_says_so() -> None:
     more = {"merges": ["a b", "ab c"]}  # no merge makes "abcd"
     tokens = ("ab", "abc", "abcd")

@@ -24,6 +24,7 @@ from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.rwkv7 import TimeMixWeights, before, gated_values, mix_time
 from localllm.kernels.state_shapes import RWKV7_KEPT, RWKV7_PROJECTED, STEP_ROWS, Rwkv7Shape, ShiftShape, StatePlace
+from localllm.models.families import parse_config
 
 SHAPES = [Rwkv7Shape(4, 16), Rwkv7Shape(2, 64), Rwkv7Shape(3, 24)]
 NATIVE_SHAPES = [Rwkv7Shape(4, 16), Rwkv7Shape(3, 64), Rwkv7Shape(2, 48), Rwkv7Shape(1, 128)]
@@ -398,3 +399,9 @@ def test_a_shift_reads_the_token_before_and_keeps_what_a_channel_mix_does(isa: I
         StateRows(state, source, begin, committed, {64: snapshots[1][LAYER]}).keep()
     assert torch.equal(snapshots[0], snapshots[1])
     assert torch.equal(*(LayerState(shape, each[LAYER]).rows(84, 100) for each in states)) and not states[0][0].any()
+
+
+def test_a_text_ends_at_id_0_whatever_else_the_file_names() -> None:
+    sizes = {"model_type": "rwkv7", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    for named, expected in (({}, (2, 0)), ({"eos_token_id": 0}, (0,)), ({"eos_token_id": [261, 0]}, (261, 0))):
+        assert parse_config(sizes | named, "config.json").eos_token_ids == expected
