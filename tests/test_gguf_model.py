@@ -165,7 +165,7 @@ def test_a_gguf_model_computes_what_transformers_computes_with_its_weights(famil
     assert kept.weights.startswith("kept-")
     likeness = torch.nn.functional.cosine_similarity(logits(kept, ids), expected, dim=1)
     # Activations are in INT8, and a router may choose another expert: six seeds of deepseek_v3 have 0.989 to 0.996.
-    assert float(likeness.median()) > 0.985
+    assert float(likeness.median()) > (0.985 if family == "deepseek_v3" else 0.99)
 
 
 @pytest.mark.parametrize("family", AS_STORED)

@@ -16,13 +16,14 @@ from localllm.engine.kernel_check import scope_of
 from localllm.kernels.gpu import check, check_delta, delta
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.launch import KernelLaunch, run_all
+from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.sizes import Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, DeltaShape
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint
+from tests.gpu.wrong_kernels import write_zeros
 from tests.test_delta_rule import (
     LAYER,
     PADDING,
@@ -214,16 +215,9 @@ def test_the_check_of_a_card_finds_kernels_that_are_wrong(
     decays: Literal["head", "key"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [case.line() for case in checked(decays) if not case.is_right] == []
-    run = KernelLaunch.run
-    for name, result in (("_prepare", "prepared"), ("_take_in", "mixed"), ("_gated_norm", "out")):
-
-        def run_wrongly(launch: KernelLaunch, name: str = name, result: str = result) -> None:
-            run(launch)
-            if launch.name == name:
-                launch.arguments[result].zero_()  # type: ignore[union-attr]
-
+    for kernel, result in (("_prepare", "prepared"), ("_take_in", "mixed"), ("_gated_norm", "out")):
         with monkeypatch.context() as patch:
-            patch.setattr(KernelLaunch, "run", run_wrongly)
+            write_zeros(patch, kernel, result)
             wrong = (case for case in checked(decays) if not case.is_right)
             assert next(wrong) and next(wrong)
 

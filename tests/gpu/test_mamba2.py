@@ -11,10 +11,11 @@ from torch import Tensor
 
 from localllm.kernels.gpu import check_mamba2, mamba2
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.launch import KernelLaunch, run_all
+from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STEP_ROWS, Mamba2Shape, StatePlace
+from tests.gpu.wrong_kernels import write_zeros
 from tests.test_mamba2_rule import (
     LAYER,
     PADDING,
@@ -150,15 +151,8 @@ def checked() -> Iterator[Case]:
 
 def test_the_check_of_a_card_finds_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.line() for case in checked() if not case.is_right] == []
-    run = KernelLaunch.run
-    for name, result in (("_prepare_mamba", "prepared"), ("_take_in_mamba", "mixed"), ("_group_norm", "out")):
-
-        def run_wrongly(launch: KernelLaunch, name: str = name, result: str = result) -> None:
-            run(launch)
-            if launch.name == name:
-                launch.arguments[result].zero_()  # type: ignore[union-attr]
-
+    for kernel, result in (("_prepare_mamba", "prepared"), ("_take_in_mamba", "mixed"), ("_group_norm", "out")):
         with monkeypatch.context() as patch:
-            patch.setattr(KernelLaunch, "run", run_wrongly)
+            write_zeros(patch, kernel, result)
             wrong = (case for case in checked() if not case.is_right)
             assert next(wrong) and next(wrong)

@@ -15,7 +15,7 @@ from localllm.engine.kernel_check import scope_of
 from localllm.kernels.gpu import check, check_rwkv, rwkv
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.check_case import Case
-from localllm.kernels.gpu.launch import KernelLaunch, run_all
+from localllm.kernels.gpu.launch import run_all
 from localllm.kernels.gpu.layer_norm import layer_norm
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.shift import shift
@@ -34,6 +34,7 @@ from localllm.kernels.state_shapes import (
 from localllm.models.families import load_config
 from localllm.quant.recipe import RECIPES
 from tests.checkpoints import write_checkpoint
+from tests.gpu.wrong_kernels import write_zeros
 from tests.test_rwkv7 import LAYER, ReferenceLayer, Rows, Sequence, columns, new_snapshot, random_weights
 from tests.thinning import every_other
 
@@ -228,15 +229,7 @@ def checked() -> Iterator[Case]:
     "written", ["_layer_norm y", "_shift y", "_prepare_rwkv made", "_take_in_rwkv mixed", "_norm_heads out"]
 )
 def test_the_check_of_a_card_finds_kernels_that_are_wrong(written: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, result = written.split()
-    run = KernelLaunch.run
-
-    def run_wrongly(launch: KernelLaunch) -> None:
-        run(launch)
-        if launch.name == name:
-            launch.arguments[result].zero_()  # type: ignore[union-attr]
-
-    monkeypatch.setattr(KernelLaunch, "run", run_wrongly)
+    write_zeros(monkeypatch, *written.split())
     assert any(not case.is_right for case in checked())
 
 
