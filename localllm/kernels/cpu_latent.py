@@ -25,7 +25,8 @@ from localllm.kernels.cpu_rope import TOKEN_BYTES, rotated_features
 from localllm.kernels.kv_page import INT4_ZERO, LatentLayout
 from localllm.kernels.sizes import GROUP, PAGE_TOKENS, TASK_WORDS
 
-ROWS = (16, 20, 24, 32)  # of a task: more share each number that is read, but their queries leave the caches
+# Of a task: more share each number that is read, but their queries leave the caches. 20 are the heads of GLM 4.7 Flash.
+ROWS = (16, 20, 24, 32)
 
 
 def place_source(own: LatentLayout, coded: LatentLayout | None, rotary_dim: int, *, has_norm: bool) -> Kernel:
