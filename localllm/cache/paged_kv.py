@@ -173,6 +173,7 @@ class PagedKV:
         self.adapters: Sequence[AppliedAdapter] = ()  # that its tokens are computed with
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
+        self.exact_tokens = capacity  # what is behind these saw less than all before it: no other prompt takes it
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
         self._addresses = [
@@ -201,7 +202,7 @@ class PagedKV:
         pairs = zip(self.tables, firsts, strict=True)
         full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
         other = PagedKV(self.pages, capacity, full)
-        other.adapters = self.adapters
+        other.adapters, other.exact_tokens = self.adapters, self.exact_tokens
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
                 page = self.tables[index][number]
@@ -380,12 +381,17 @@ class PagedKV:
 
     # Sealed pages
 
+    @property
+    def num_sealable(self) -> int:
+        """Pages from the first on that are full, and computed as any prompt's would be."""
+        return max(self.num_sealed, min(self.length, self.exact_tokens) // PAGE_TOKENS)
+
     def seal(self) -> Iterator[tuple[int, list[Page | None]]]:
         """Yield each page that has become full since the last time, with its part in every group; None: let go
         already."""
-        for number in range(self.num_sealed, self.length // PAGE_TOKENS):
+        for number in range(self.num_sealed, self.num_sealable):
             yield number, [table[number] for table in self.tables]
-        self.num_sealed = self.length // PAGE_TOKENS
+        self.num_sealed = self.num_sealable
 
     def share(self, index: int, page: Page) -> Page:
         """Take a sealed page of other sequences in the place of one that was reserved. Where a window may leave it

@@ -331,9 +331,9 @@ class PrefixCache:
 
     def seal(self, kv: PagedKV, token_ids: Sequence[int], variant: bytes = b"") -> None:
         """Let the pages be found that have become full since the last time."""
-        if kv.length // PAGE_TOKENS == kv.num_sealed:
+        if kv.num_sealable == kv.num_sealed:
             return
-        keys = self._chain(kv, token_ids[: kv.length], variant)
+        keys = self._chain(kv, token_ids[: kv.num_sealable * PAGE_TOKENS], variant)
         for number, parts in kv.seal():
             entry = self._in_memory(keys[number])
             if entry is None:
@@ -375,7 +375,7 @@ class PrefixCache:
         if self.snapshots is None or kv.state is None:
             return
         found = kv.state.take_snapshots(with_last=ends)
-        keys = self._chain(kv, token_ids[: kv.length], variant) if found or ends else []
+        keys = self._chain(kv, token_ids[: min(kv.length, kv.exact_tokens)], variant) if found or ends else []
         for position, snapshot in found.items():
             number = position // PAGE_TOKENS - 1
             if number < len(keys):

@@ -26,7 +26,6 @@ from localllm.engine.sequence import Sequence
 from localllm.engine.speculative.speculator import Speculation
 from localllm.engine.step_types import Chunk, StepCancelledError, StepOutput
 from localllm.errors import LocalLLMError
-from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.load import Progress
 
 if TYPE_CHECKING:
@@ -278,7 +277,7 @@ class StepLoop:
         return fresh
 
     def _seal(self, sequence: Sequence) -> None:
-        if sequence.kv is not None and sequence.kv.length // PAGE_TOKENS != sequence.kv.num_sealed:
+        if sequence.kv is not None and sequence.kv.num_sealable != sequence.kv.num_sealed:
             self.kv_allocator.seal(sequence)
 
     # Ends
