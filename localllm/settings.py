@@ -45,7 +45,8 @@ _OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people
 @dataclass(frozen=True)
 class Accepts:
     """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does.
-    prefix: of texts that are accepted beside the choices, whatever follows it."""
+    prefix: of texts that are accepted beside the choices, whatever follows it. numbered: names that are accepted beside
+    the choices with a whole number from `low` to `high` behind a colon, NAME:N."""
 
     kind: Literal["text", "texts", "table", "switch", "integer", "number", "bytes", "bytes or off"]
     low: float = 0
@@ -53,8 +54,12 @@ class Accepts:
     choices: tuple[str, ...] = ()
     usual: str = ""
     prefix: str = ""
+    numbered: tuple[str, ...] = ()
 
     def describe(self) -> str:
+        if self.numbered:
+            *others, last = (*self.choices, *(f"{name}:N" for name in self.numbered))
+            return f"{', '.join(others)} or {last}, where N is a whole number from {self.low:g} to {self.high}"
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or {self.prefix}NAME" if self.prefix else "")
         if self.kind in ("integer", "number"):
@@ -75,6 +80,8 @@ class Accepts:
         text = str(value).strip().casefold()
         if text == "gpu" and "cuda" in self.choices:  # it is spelled more like cpu
             return "cuda"
+        if self.numbered:
+            return self._likeliest_numbered(text)
         if self.choices:
             bits = [letter for letter in text if letter.isdigit()]  # q4_k_m and 8bit are said elsewhere
             of_as_many = [choice for choice in self.choices if bits and choice.endswith(bits[0])]
@@ -92,14 +99,26 @@ class Accepts:
                 return f"{near:g}"
         return self.usual
 
+    def _likeliest_numbered(self, text: str) -> str:
+        name, _, number = text.replace("=", ":").partition(":")
+        names = difflib.get_close_matches(name, self.numbered, n=1) or self.numbered
+        meant = _as_whole_number(number)
+        return self.usual if meant is None else f"{names[0]}:{min(max(meant, self.low), self.high)}"
+
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
+
+    def _is_numbered(self, text: str) -> bool:
+        found = re.fullmatch(r"(.+):([1-9]\d{0,17})", text, re.ASCII)
+        return found is not None and found[1] in self.numbered and self.low <= int(found[2]) <= self.high
 
     def allows(self, value: object) -> bool:
         match self.kind:
             case "text":
+                if not isinstance(value, str) or not value:
+                    return False
                 is_known = not self.choices or value in self.choices
-                return isinstance(value, str) and bool(value) and (is_known or self._has_prefix(value))
+                return is_known or self._has_prefix(value) or self._is_numbered(value)
             case "texts":
                 return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
             case "table":
@@ -145,6 +164,12 @@ def _leading_number(amount: str) -> float:
 def _is_off(value: object) -> bool:
     """Return whether a flag's or variable's text, or a file's number, means off."""
     return value in ("0", "off") or (isinstance(value, int) and value == 0 and not isinstance(value, bool))
+
+
+def number_of(value: str, name: str) -> int | None:
+    """Return N of NAME:N, a value of such a name that was checked before; None of any other value."""
+    found, _, number = value.partition(":")
+    return int(number) if found == name and number else None
 
 
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])(i?b)?\s*", re.ASCII | re.IGNORECASE)

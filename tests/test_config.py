@@ -15,7 +15,7 @@ import pytest
 from localllm.config import OTHER_VARIABLES, Origin, format_figure, load_settings, user_directories
 from localllm.engine.request import SamplingParams
 from localllm.errors import SettingsError, UsageError
-from localllm.settings import SETTINGS, Settings, parse_bytes
+from localllm.settings import SETTINGS, Accepts, Settings, number_of, parse_bytes
 from localllm.toml_file import TomlFile
 
 REPOSITORY = Path(__file__).parent.parent
@@ -232,6 +232,36 @@ MEANT = {
 @pytest.mark.parametrize(("typed", "meant"), MEANT.items())
 def test_a_format_that_is_none_here_is_told_what_was_meant(config_file, typed, meant):
     assert refused(config_file, {"weights": typed}).fix == f"--weights {meant}"
+
+
+NUMBERED = Accepts("text", 16, 1024, choices=("off",), usual="sinks:64", numbered=("sinks", "heavy"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("off", None), ("sinks:16", None), ("heavy:16", 16), ("heavy:1024", 1024)]
+)
+def test_a_name_may_have_a_number_behind_it(text, number):
+    assert NUMBERED.allows(text) and number_of(text, "heavy") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("sinks:15", "sinks:16"),
+        ("heavy:1025", "heavy:1024"),
+        ("heavi:20", "heavy:20"),
+        ("heavy:1e1", "heavy:16"),
+        ("sinks=32", "sinks:32"),
+        ("sinks:032", "sinks:32"),
+        ("sinks:+32", "sinks:64"),
+        ("heavy:", "sinks:64"),
+        ("20", "sinks:64"),
+        ("", "sinks:64"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_nearest(text, meant):
+    assert not NUMBERED.allows(text) and NUMBERED.likeliest(text) == meant
+    assert NUMBERED.describe() == "off, sinks:N or heavy:N, where N is a whole number from 16 to 1024"
 
 
 def test_a_wrong_flag_names_itself(config_file):
