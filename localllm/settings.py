@@ -268,6 +268,14 @@ class EngineConfig:
         "bits, values in 4. bf16: as computed. Default: auto, which is int8, or as computed with --dtype fp32.",
         group=MACHINE,
     )  # fmt: skip
+    kv_offload: str = setting(
+        "off", Accepts("text", low=256, high=2**31, choices=("off", "auto"), usual="keep:16384", numbered=("keep",)),
+        _MEASURED, "auto|keep:N",
+        "Where keys and values of a long context rest. keep:N: those of N tokens of a sequence in memory, the others "
+        "on the disk, from where every step reads them; the text stays the same. auto: as many in memory as there is "
+        "room for beside the weights. On a CPU. Default: off, all in memory.",
+        group=MACHINE,
+    )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "DRAFTER",
         "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "

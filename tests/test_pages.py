@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import closing, suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from localllm.cache import page_folder
 from localllm.cache.kv_format import KV_FORMATS, choose_format
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.paged_kv import KVPages, PagedKV, Spill
 from localllm.cache.pages import HOST, PagePool
 from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
@@ -31,13 +33,19 @@ KH, D, LAYERS = 2, 32, 2
 every_format = pytest.mark.parametrize("kv", KV_FORMATS)
 
 
-def new_pages(kv: str = "int4", windows: tuple[int | None, ...] = (None, None), device: torch.device = HOST) -> KVPages:
+def new_pages(
+    kv: str = "int4",
+    windows: tuple[int | None, ...] = (None, None),
+    device: torch.device = HOST,
+    spill: Spill | None = None,
+) -> KVPages:
     return KVPages(
         KV_FORMATS[kv],
         windows=windows,
         devices=[device] * len(windows),
         shapes=[KVShape(KH, D)] * len(windows),
         dtype=torch.float32,
+        spill=spill,
     )
 
 
@@ -54,10 +62,20 @@ def grow(kv: PagedKV, token_ids: list[int], *, advance: bool = True) -> None:
     past = kv.length
     kv.prepare(len(token_ids))
     new = features(token_ids[past:])
-    for layer in range(LAYERS):
+    for layer, _ in held_layers(kv):
         write(kv.layer(layer, past, len(new)), past, new + layer, new - layer)
     if advance:
         kv.advance(len(new))
+
+
+def held_layers(kv: PagedKV) -> Iterator[tuple[int, list[Tensor]]]:
+    """Each layer, and its parts of the pages that are on the disk, which are in memory meanwhile."""
+    if (ring := kv.ring) is not None:
+        ring.begin(range(LAYERS), [kv])
+    for layer in range(LAYERS):
+        with nullcontext() if ring is None else ring.held(layer):
+            is_spilled = ring is not None and kv.extents.get(kv.places[layer][0])
+            yield layer, ring.parts(kv, layer) if ring is not None and is_spilled else []
 
 
 def used(pages: KVPages, prefix: PrefixCache, seed: int) -> list[int]:
@@ -74,19 +92,19 @@ def used(pages: KVPages, prefix: PrefixCache, seed: int) -> list[int]:
 def assert_holds(kv: PagedKV, name: str, token_ids: list[int]) -> None:
     """Its pages hold the keys of these tokens, as later pages' queries read them."""
     assert kv.length == len(token_ids)
-    for begin in range(0, len(token_ids), PAGE_TOKENS):
-        own = features(token_ids[begin : begin + PAGE_TOKENS])
-        for layer in range(LAYERS):
-            group, index = kv.places[layer]
-            page = kv.tables[group][begin // PAGE_TOKENS]
+    for layer, spilled in held_layers(kv):
+        group, index = kv.places[layer]
+        pages = [None if page is None else page.layer(index) for page in kv.tables[group]]
+        pages[1 : 1 + len(spilled)] = spilled
+        for number, begin in enumerate(range(0, len(token_ids), PAGE_TOKENS)):
+            own, page = features(token_ids[begin : begin + PAGE_TOKENS]), pages[number]
             if page is None:  # a window has left it
                 continue
-            layout, x = page.pool.layout, own + layer
+            dense, coded = kv.layouts_of(layer)
+            layout, x = (dense if number == 0 else coded or dense), own + layer
             expected = torch.zeros(layout.layer_bytes, dtype=torch.uint8)
             kv_page.store(layout, expected, 0, *[kv_page.rotated(x) if name != "bf16" else x] * 2)
-            theirs, ours = (
-                kv_page.load(layout, part[None])[0][:, : len(own)] for part in (expected, page.layer(index))
-            )
+            theirs, ours = (kv_page.load(layout, part[None])[0][:, : len(own)] for part in (expected, page))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
@@ -330,10 +348,16 @@ class Sequences(RuleBasedStateMachine):
     """Sequences that share a prefix cache, beside plain lists of their tokens."""
 
     @initialize(
-        kv=st.sampled_from(list(KV_FORMATS)), window=st.sampled_from([None, 90]), ram=st.sampled_from([0, 60_000])
+        kv=st.sampled_from(list(KV_FORMATS)),
+        window=st.sampled_from([None, 90]),
+        ram=st.sampled_from([0, 60_000]),
+        spills=st.sampled_from([0, 3, 8]),
     )
-    def begin(self, kv: str, window: int | None, ram: int) -> None:
-        self.kv, self.pages = kv, new_pages(kv, (None, window))
+    def begin(self, kv: str, window: int | None, ram: int, spills: int) -> None:
+        """spills: of a sequence so many pages stay in memory; 0: all."""
+        self.directory = tempfile.TemporaryDirectory()
+        spill = Spill(Path(self.directory.name), spills * PAGE_TOKENS) if spills else None
+        self.kv, self.pages = kv, new_pages(kv, (None, window), spill=spill)
         self.prefix = PrefixCache(bytes(32), self.pages, ram_bytes=ram)
         self.live: list[tuple[PagedKV, list[int]]] = []
         self.is_full = False
@@ -350,6 +374,8 @@ class Sequences(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "patch"):
             self.patch.stop()
+            self.pages.close()
+            self.directory.cleanup()
 
     @rule(is_full=st.booleans())
     def memory(self, is_full: bool) -> None:

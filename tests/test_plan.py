@@ -642,7 +642,7 @@ def test_each_fix_of_a_refusal_is_a_line_that_works() -> None:
     refused = run_cli("plan", *flags)
     assert refused.code == 4 and "32768 tokens of context 2.09 GiB" in refused.err
     lines = [line[7:] for line in refused.err.splitlines() if line.startswith(("fix:", "or:"))]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in lines:
         assert run_cli(*line.split()[1:]).code == 0, line
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import DENSE_PAGES, KVFormat
+from localllm.cache.page_ring import PageRing
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
+from localllm.cache.spill_file import EXTENT_PAGES, Extent, SpillFile
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.paged_attention import LayerPages
@@ -27,14 +30,36 @@ FORWARD_TOKENS = 2560
 
 
 @dataclass(frozen=True)
+class Spill:
+    """Where pages of running sequences rest that memory has no room for.
+
+    resident_tokens: of a sequence, that stay in memory: the newest ones, and those of the first page.
+    """
+
+    directory: Path
+    resident_tokens: int
+
+    @property
+    def resident_pages(self) -> int:
+        return max(pages_of(self.resident_tokens), 3)  # the first, the open one, and one that leaves
+
+    @property
+    def extent_pages(self) -> int:
+        """Return how many leave memory at a time."""
+        return max(1, min(EXTENT_PAGES, self.resident_pages // 4))
+
+
+@dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one window and shape, and their pools. coded: None where every page is dense."""
+    """The layers of one window and shape, and their pools. coded: None where every page is dense. spill: where
+    pages of a sequence rest beyond those that stay in memory; None: all stay."""
 
     window: int | None
     layers: tuple[int, ...]
     dense: PagePool
     coded: PagePool | None
     scratch: PagePool  # of one layer: open pages that are full before the forward ends
+    spill: Spill | None = None
 
     @property
     def sealed(self) -> PagePool:
@@ -53,7 +78,7 @@ class LayerGroup:
         """Pages that a sequence of so many tokens has at most at one time, but for its dense ones."""
         total = pages_of(capacity)
         if self.window is None:
-            return total
+            return total if self.spill is None else min(total, self.spill.resident_pages)
         return min(total, pages_of(self.window + FORWARD_TOKENS) + 1)
 
     @property
@@ -75,9 +100,10 @@ class KVPages:
         dtype: torch.dtype,
         state_shapes: Sequence[StateShape] = (),
         state_devices: Sequence[torch.device] = (),
+        spill: Spill | None = None,
     ) -> None:
         """windows, devices, shapes: of each layer with keys and values. state_shapes, state_devices: of each layer with
-        a state."""
+        a state. spill: where pages rest that memory has no room for; None: they stay."""
         self.format = kv_format
         self._state_shapes = tuple(state_shapes)
         self.state_devices = tuple(state_devices)
@@ -89,7 +115,8 @@ class KVPages:
             homes = [devices[layer] for layer in layers]
             sealed = None if coded is None else PagePool(coded, homes, ferry)
             shared = PagePool(dense, homes, ferry, is_shared=True)
-            return LayerGroup(window, layers, PagePool(dense, homes, ferry), sealed, shared)
+            own = spill if window is None and layers else None
+            return LayerGroup(window, layers, PagePool(dense, homes, ferry), sealed, shared, own)
 
         # Where no layer has keys and values, pages without content stand for the tokens that states have taken in.
         self.groups = tuple(map(new_group, layer_groups(windows, shapes) or ((),)))
@@ -99,11 +126,18 @@ class KVPages:
             for layer in range(len(windows))
         )
         self.sequences: set[PagedKV] = set()
+        self.files = {
+            index: SpillFile(group.spill.directory, group.sealed.layout, len(group.layers), group.spill.extent_pages)
+            for index, group in enumerate(self.groups)
+            if group.spill is not None
+        }
+        self.ring = PageRing(self.files, self.places) if self.files else None
 
     @property
     def nbytes(self) -> int:
         states = sum(sequence.state.nbytes for sequence in self.sequences if sequence.state is not None)
-        return states + sum(pool.nbytes for group in self.groups for pool in group.pools)
+        ring_bytes = 0 if self.ring is None else self.ring.nbytes
+        return states + ring_bytes + sum(pool.nbytes for group in self.groups for pool in group.pools)
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
@@ -146,6 +180,13 @@ class KVPages:
             for sequence in self.sequences:
                 sequence.readdress()
 
+    def close(self) -> None:
+        """End what reads pages from the disk."""
+        if self.ring is not None:
+            self.ring.clear(frees=True)
+        for file in self.files.values():
+            file.close()
+
     def release(self) -> None:
         """Free all pages, which nobody uses any more. Pages and pools refer to each other: without this their memory
         would wait for the garbage collector."""
@@ -176,6 +217,8 @@ class PagedKV:
         self.exact_tokens = capacity  # what is behind these saw less than all before it: no other prompt takes it
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
+        # On the disk, of each group that has such: the pages behind the first one, up to those that are in memory.
+        self.extents: dict[int, list[Extent]] = {index: [] for index in pages.files}
         self._addresses = [
             {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
             for group in pages.groups
@@ -203,6 +246,7 @@ class PagedKV:
         full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
         other = PagedKV(self.pages, capacity, full)
         other.adapters, other.exact_tokens = self.adapters, self.exact_tokens
+        other.extents = {index: self.pages.files[index].share(own) for index, own in self.extents.items()}
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
                 page = self.tables[index][number]
@@ -268,6 +312,7 @@ class PagedKV:
         self.pages.sequences.remove(self)
         self.state = None
         self._end_forward()
+        self._drop_extents(0)
         for index, group in enumerate(self.pages.groups):
             for page in self._open[index].values():
                 group.dense.drop(page)
@@ -299,6 +344,53 @@ class PagedKV:
         self._borrowed.discard(page)
         self._promised[page.pool] += is_own
 
+    # What rests on the disk
+
+    @property
+    def num_spilled(self) -> int:
+        """Pages on the disk, in each group that has such."""
+        return max((len(own) * self.pages.files[index].extent_pages for index, own in self.extents.items()), default=0)
+
+    @property
+    def ring(self) -> PageRing | None:
+        """Return what brings its pages from the disk; None where all are in memory."""
+        return self.pages.ring if self.num_spilled else None
+
+    def room_for(self, num_pages: int) -> int:
+        """Return how many of so many pages it can take before others must leave memory; 1 at least."""
+        promised = [self._promised[self.pages.groups[index].sealed] for index in self.extents]
+        return max(1, min([num_pages, *promised]))
+
+    def _spill(self, num_pages: int) -> None:
+        """Bring the oldest pages to the disk where it is to have so many, and memory is for fewer. Raises LocalLLMError
+        where the disk takes none."""
+        for index, extents in self.extents.items():
+            table, file, spill = self.tables[index], self.pages.files[index], self.pages.groups[index].spill
+            assert spill is not None
+            begin = 1 + len(extents) * file.extent_pages
+            # A forward may be longer than what is to stay: what it has not written yet stays as well.
+            most, full = spill.resident_pages, self.length // PAGE_TOKENS
+            while 1 + num_pages - begin > most and (end := begin + file.extent_pages) <= full:
+                pages = [page for page in table[begin:end] if page is not None]
+                extents.append(file.write(pages))
+                for number, page in enumerate(pages, begin):
+                    self.give_back(page)
+                    table[number] = None
+                begin = end
+
+    def _drop_extents(self, num_pages: int) -> int:
+        """Forget extents that reach beyond so many pages; return how many pages are left of those."""
+        for index, extents in self.extents.items():
+            file = self.pages.files[index]
+            if num_pages < 1 + len(extents) * file.extent_pages:
+                num_kept = max(0, num_pages - 1) // file.extent_pages
+                file.release(extents[num_kept:])
+                del extents[num_kept:]
+                num_pages = min(num_pages, 1 + num_kept * file.extent_pages)
+        if self.pages.ring is not None and not any(kv.num_spilled for kv in (self, *self.pages.sequences)):
+            self.pages.ring.clear(frees=True)
+        return num_pages
+
     # A forward
 
     def prepare(self, end: int) -> None:
@@ -307,6 +399,7 @@ class PagedKV:
         assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         self._end_forward()
         first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
+        self._spill(last + 1)
         for index, group in enumerate(self.pages.groups):
             table, opened = self.tables[index], self._open[index]
             for number in range(group.first_seen(self.length)):
@@ -354,6 +447,8 @@ class PagedKV:
         is_coded = self.pages.groups[0].coded is not None
         if is_coded and number and length % PAGE_TOKENS and number not in self._open[0]:
             length = number * PAGE_TOKENS
+        if (num_left := self._drop_extents(number)) < number:
+            number, length = num_left, num_left * PAGE_TOKENS
         firsts = [group.first_seen(length) for group in self.pages.groups]
         seen = [table[first] for table, first in zip(self.tables, firsts, strict=True) if first < pages_of(length)]
         if None in seen:  # a window has left it: everything is computed again
@@ -415,6 +510,7 @@ class PagedKV:
             self._set(index, number, page)
         self.num_sealed += 1
         self.length += PAGE_TOKENS
+        self._spill(number + 1)
 
     # Where its bytes are
 
@@ -452,11 +548,15 @@ class PagedKV:
         group = self.pages.groups[index]
         first, last = past // PAGE_TOKENS, (past + num_tokens - 1) // PAGE_TOKENS
         seen = group.first_seen(past)
+        pages = [page.layer(row) for page in self.tables[index][seen : last + 1] if page is not None]
+        if self.extents.get(index):
+            assert self.pages.ring is not None
+            pages[1:1] = self.pages.ring.parts(self, layer)
         return LayerPages(
             dense=group.dense.layout,
             coded=None if group.coded is None else group.coded.layout,
             first=seen,
-            pages=[page.layer(row) for page in self.tables[index][seen : last + 1] if page is not None],
+            pages=pages,
             own=[self._own(index, number).layer(row) for number in range(first, last + 1)],
         )
 

@@ -245,7 +245,7 @@ class PrefixCache:
                 # More at once where each goes straight to its place.
                 is_in_place = len(self._pages.groups) == 1 and self._pages.is_on_host
                 num_bytes = _READ_BYTES if is_in_place else _LANDING_BYTES
-                run = run[: max(READERS, num_bytes // self._payload_bytes(1))]
+                run = run[: kv.room_for(max(READERS, num_bytes // self._payload_bytes(1)))]
                 if self._read(kv, run) < len(run):
                     return False
             return True

@@ -87,6 +87,18 @@ def read_from_disk(plan: Plan) -> str:
     return f"about {format_bytes(plan.streamed_bytes)} of experts are read for each token"
 
 
+def spilled(plan: Plan) -> str:
+    """Return how keys and values are shared out between memory and the disk; "" where all are in memory."""
+    resident, num_bytes = plan.shape.resident_tokens, plan.ledger["disk"].get("kv", 0)
+    if resident is None or not num_bytes:
+        return ""
+    step = short_duration(plan.costs.decode_s(plan.ctx, plan.sequences))
+    return (
+        f"keys and values of {resident:,} tokens are in memory, those before them on the disk; behind {plan.ctx:,} "
+        f"tokens a step reads {format_bytes(num_bytes)} and takes about {step}"
+    )
+
+
 def mixture(shape: ModelShape) -> str:
     """Return how little of a mixture a token takes: "30.5B parameters, 3.3B active: ..."; "" of any other model."""
     if not shape.mixtures:

@@ -249,6 +249,8 @@ def _show_ledger(output: Output, plan: Plan) -> None:
             output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
     if plan.streamed_bytes:
         output.line(f"disk         {plan_text.read_from_disk(plan)}")
+    if spilled := plan_text.spilled(plan):
+        output.line(f"long texts   {spilled}")
     if plan.experts:
         parts = filter(None, (plan_text.experts_in_memory(plan.experts), plan_text.expected_hits(plan)))
         output.line(f"experts      {'; '.join(parts)}")

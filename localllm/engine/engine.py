@@ -17,6 +17,8 @@ from pathlib import Path
 
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
+from localllm.cache.page_folder import kv_root
+from localllm.cache.paged_kv import Spill
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.adaptable_layers import AdaptableLayers
 from localllm.engine.adapters import AdapterCache, adapter_bytes
@@ -93,6 +95,7 @@ class Engine(StepLoop):
             lambda: self.planned(self.ctx),
             plan,
             note,
+            None if loaded.resident_tokens is None else Spill(kv_root(), loaded.resident_tokens),
         )
         self.adapters = AdapterCache(AdaptableLayers.of(model), lambda: residency.is_native, adapter_bytes(plan))
         self._replan, self._limits = loaded.replan, limits or Limits()
@@ -178,6 +181,7 @@ class Engine(StepLoop):
             if not fault_of(self.residency.device):  # else nothing can be given back any more, and all of it has gone
                 raise
         self._scores.keep()
+        self.residency.kv_pages.close()
         self.speculation.close()
         self.grammars.close()
         self.kv_allocator.close()

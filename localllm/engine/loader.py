@@ -183,6 +183,7 @@ class LoadedModel:
     replan: by which plan it had best run now, with a context of so many tokens; without one the context never grows.
     fixes_for: the flags with which a longer context fits, as alternatives.
     held: what is closed when the model is not used any more.
+    resident_tokens: of a sequence, whose keys and values stay in memory, where the others go to the disk.
     new_drafter: makes the second model that was asked for, or the head that drafts, where it is worth its room.
     """
 
@@ -193,6 +194,7 @@ class LoadedModel:
     replan: Replan | None = None
     fixes_for: Callable[[int], list[Fix]] = lambda ctx: [Fix.flag("--ctx", ctx)]
     held: ExitStack = field(default_factory=ExitStack)
+    resident_tokens: int | None = None
     new_drafter: Callable[[Residency], Drafter] | None = None
 
 
@@ -292,7 +294,8 @@ class Loading:
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
         fixes_for = partial(fixes_for_context, search, smaller=smaller)
-        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack())
+        resident = plan.shape.resident_tokens
+        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack(), resident)
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, held: Held = NOTHING

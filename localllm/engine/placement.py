@@ -82,6 +82,7 @@ def model_shape(
         head=blocks[-1],
         kv_bytes_per_token=max(kv_sizes.per_token, 1),  # of its page in tables, where no layer keeps anything of it
         kv_bytes_per_sequence=kv_sizes.per_sequence,
+        kv_layers=max(1, len(config.kv_shapes)),
         recurrent_bytes=sum(each.state_bytes + each.snapshot_bytes for each in config.state_shapes),
         snapshot_bytes=sum(each.snapshot_bytes for each in config.state_shapes),
         num_layers=config.num_layers,

@@ -14,6 +14,7 @@ from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
+from localllm.errors import Fix, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
@@ -27,7 +28,7 @@ from localllm.offload.planner.profile import kept_profile
 from localllm.offload.planner.search import Search
 from localllm.offload.planner.speculation_gain import why_left_out
 from localllm.quant.layouts import DTYPE_NAMES, Sizes, torch_dtype
-from localllm.settings import EngineConfig
+from localllm.settings import EngineConfig, number_of
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,9 @@ class ModelPlanner:
             use_threads(wanted.threads)
         device = device_name(wanted.device) if other is None else other.device
         require_card(device, wanted.vram)
+        if wanted.kv_offload != "off" and has_card(device):
+            why = "on a GPU, keys and values that it has no room for rest in memory by themselves"
+            raise UsageError("--kv-offload needs --device cpu", why=why, fix=Fix.without("--kv-offload"))
         require_context(config, wanted.ctx)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
@@ -173,6 +177,7 @@ class ModelPlanner:
             draft_bytes = self.draft.num_bytes(self.wanted.ctx or shape.default_ctx, self.sequences)
             shape = replace(shape, draft_bytes=draft_bytes, draft_blocks=len(self.draft.shape.blocks))
         shape = replace(shape, adapter_bytes=self.wanted.adapter_memory or 0)
+        shape = replace(shape, resident_tokens=number_of(self.wanted.kv_offload, "keep"))
         memory = partial(
             process_memory, self.wanted.ram, self.sizes, config.vocab_size, held.host_bytes, packs=packing is not None
         )
@@ -193,7 +198,7 @@ class ModelPlanner:
         else:
             machine = self._host(shape, memory)
         machine = replace(machine, rates=replace(machine.rates, cached_share=cached_share))
-        return Search(shape, machine, self.wanted.ctx, self.job)
+        return Search(shape, machine, self.wanted.ctx, self.job, spills=self.wanted.kv_offload == "auto")
 
     def in_best_form(self, config: ModelConfig, held: Held = NOTHING) -> ModelPlanner:
         """Return the planner for a form of the same weights in fewer bytes, where they have one that is better."""

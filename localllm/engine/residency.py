@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import KVFormat
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.paged_kv import KVPages, PagedKV, Spill
 from localllm.engine.events import ignore
 from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_out_of_memory
 from localllm.engine.runner import ModelRunner
@@ -21,12 +22,13 @@ from localllm.models.decoder import Decoder
 from localllm.models.offloaded_model import HOST, OffloadedModel
 from localllm.offload.placement import GRAPH_ROOMS, NEVER, BlockPlacement, demoted
 from localllm.offload.planner.plan import Plan
+from localllm.offload.streaming.disk_stream import StreamClock
 from localllm.offload.streaming.expert_uses import ExpertUses
 
 _KEEP_USES_S = 300.0  # a file of 200 bytes, written and synchronized in about 10 ms
 
 
-def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
+def new_pages(model: Decoder, kv_format: KVFormat, spill: Spill | None = None) -> KVPages:
     """Return a KV cache for this model, each layer's part where its attention is computed."""
     config = model.config
     return KVPages(
@@ -37,6 +39,7 @@ def new_pages(model: Decoder, kv_format: KVFormat) -> KVPages:
         dtype=model.dtype,
         state_shapes=config.state_shapes,
         state_devices=model.state_devices,
+        spill=spill,
     )
 
 
@@ -56,6 +59,7 @@ class Residency:
         replan: Callable[[], Plan] | None = None,
         plan: Plan | None = None,
         note: Callable[[str], None] = ignore,
+        spill: Spill | None = None,
     ) -> None:
         """Place a model.
 
@@ -63,6 +67,7 @@ class Residency:
         replan: makes the best plan in the memory of now.
         plan: the plan that the model was loaded by.
         note: called with what is worth a line.
+        spill: where keys and values rest that memory has no room for.
         """
         self.is_lost = False  # where a move failed, until `restore` succeeds
         self._note = note
@@ -77,7 +82,7 @@ class Residency:
         self._has_kv_on_host = False
         self._on_states: Callable[[Sequence[Chunk], Tensor], None] | None = None
         self._use(model)
-        self.kv_pages = new_pages(model, kv_format)
+        self.kv_pages = new_pages(model, kv_format, spill)
 
     @property
     def weights(self) -> str:
@@ -100,6 +105,12 @@ class Residency:
     def expert_uses(self) -> ExpertUses:
         """What single tokens have wanted of the experts of which some have slots."""
         return ExpertUses() if self.placed is None else self.placed.expert_uses
+
+    @property
+    def stream_clock(self) -> StreamClock:
+        """Return what streaming has taken so far, of blocks and of pages."""
+        ring, clock = self.kv_pages.ring, self.model.stream.clock
+        return replace(clock) if ring is None else clock + ring.clock
 
     @property
     def kv_host_bytes(self) -> int:

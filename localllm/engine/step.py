@@ -133,11 +133,11 @@ class StepLoop:
     def _clocks(self, scheduled: Scheduled) -> Iterator[None]:
         """Add what a forward takes to the clock of each of its requests."""
         sequences = dict.fromkeys(sequence for sequence, _ in scheduled)
-        began, clock = time.perf_counter(), self.residency.model.stream.clock
-        before = replace(clock)
+        began, before = time.perf_counter(), self.residency.stream_clock
         for sequence in sequences:
             sequence.clock.prefill_started = sequence.clock.prefill_started or began
         yield
+        clock = self.residency.stream_clock
         wait_s = clock.wait_s - before.wait_s
         split = StepSplit(
             compute_s=time.perf_counter() - began - wait_s,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +46,16 @@ class StateStore(Protocol):
         """Return where a layer's part begins on its device."""
 
 
+class SpilledPages(Protocol):
+    """Brings the pages that rest on the disk, layer by layer."""
+
+    def begin(self, layers: Sequence[int], kvs: Sequence[Any]) -> None:
+        """A forward of these sequences begins, through these layers."""
+
+    def held(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, the pages of a layer have addresses. Raises LocalLLMError where they cannot be brought."""
+
+
 class KVStore(Protocol):
     """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
     owner says which ones count. Layers of the same window and shape are one group."""
@@ -64,6 +75,10 @@ class KVStore(Protocol):
     @property
     def state(self) -> StateStore | None:
         """Return the recurrent states; None where no layer has any."""
+
+    @property
+    def ring(self) -> SpilledPages | None:
+        """Return what brings its pages from the disk; None where all are in memory."""
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
@@ -101,6 +116,16 @@ class Segment:
     def changes_state(self) -> bool:
         """Whether these tokens change recurrent states in place, so that they cannot be computed again."""
         return self.kv.state is not None and self.kv.state.committed > self.past
+
+
+def ring_of(segments: Iterable[Segment], layers: Sequence[int]) -> SpilledPages | None:
+    """Begin a forward of these segments through these layers; return what brings their pages from the disk, if any
+    rest there."""
+    kvs = [segment.kv for segment in segments]
+    ring = next((kv.ring for kv in kvs if kv.ring is not None), None)
+    if ring is not None:
+        ring.begin(layers, kvs)
+    return ring
 
 
 def by_sequence(segments: Sequence[Segment]) -> list[Segment]:

@@ -35,7 +35,7 @@ from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import has_native_matrices, packed_matrix, packed_parts
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
-from localllm.models.decoder import Block, Decoder
+from localllm.models.decoder import Block, Decoder, pages_held
 from localllm.models.expert_records import PooledExperts
 from localllm.models.first_values import makes_first_values
 from localllm.models.layout import EMBED, HEAD
@@ -98,14 +98,15 @@ class CpuProgram:
             self._tapes.clear()
             self._room = Buffers(self.decoder, self.isa, rows)
         room = self._room
-        if on_block is None and len(batches) == 1 and not self._waits:
+        ring = self.decoder.ring_of(batches)
+        if on_block is None and len(batches) == 1 and not self._waits and ring is None:
             return self._in_one_call(room, batches[0], on_states)
         # A guess is judged by the pool's next call, which is another batch's where there are several.
         foresees = sum(map(len, batches)) == 1
         self.decoder.stream.begin()
         states = self._embedded(room, batches)
         for index, block in enumerate(self.decoder.blocks):
-            with self.decoder.stream.held(block.name):
+            with self.decoder.stream.held(block.name), pages_held(ring, block):
                 for batch, x in zip(batches, states, strict=True):
                     self._run_block(room, batch, index, x, foresees=foresees)
                     if on_block is not None:

@@ -28,6 +28,7 @@ from localllm.layers.norm import Norm
 from localllm.layers.per_layer import ROWS, PerLayerGate, PerLayerInputs
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.rotary import Rotary
+from localllm.layers.segment import SpilledPages, ring_of
 from localllm.models.architecture import ModelConfig
 from localllm.models.layout import EMBED, HEAD
 from localllm.offload.streaming.disk_stream import StreamClock
@@ -66,6 +67,11 @@ class Block:
     def mixers(self) -> tuple[SingleMixer, ...]:
         """Return the mixers of its body; none where that is a feed-forward."""
         return mixers_of(self.body)
+
+    @property
+    def attended_layers(self) -> tuple[int, ...]:
+        """Return the layers, as caches count them, whose pages it attends to: one at most."""
+        return tuple(body.layer for body in self.mixers if isinstance(body, Attention | LatentAttention))
 
     @property
     def head_linears(self) -> tuple[Linear, ...]:
@@ -176,6 +182,11 @@ class Decoder:
         """The device on which the state of each layer that has one is used."""
         return tuple(block.device for block in self.blocks for body in block.mixers if isinstance(body, Recurrent))
 
+    def ring_of(self, batches: Sequence[Batch]) -> SpilledPages | None:
+        """Begin a forward; return what brings pages from the disk for its layers, if any rest there."""
+        layers = [layer for block in self.blocks for layer in block.attended_layers]
+        return ring_of((segment for batch in batches for segment in batch.segments), layers)
+
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,
         too."""
@@ -217,11 +228,12 @@ class Decoder:
         `on_block` sees each block's output, and may raise to give the forward up: no cache has advanced by then.
         """
         self.stream.begin()
+        ring = self.ring_of(batches)
         with self.stream.held(EMBED):
             states = [self.embedded(batch) for batch in batches]  # [T, hidden] each
         there = {device: [batch.on(device) for batch in batches] for device in self.devices}
         for block in self.blocks:
-            with self.stream.held(block.name):
+            with self.stream.held(block.name), pages_held(ring, block):
                 for index, batch in enumerate(there[block.device]):
                     states[index] = block(moved(states[index], block.device), batch)
                     if on_block is not None:
@@ -242,6 +254,12 @@ class Decoder:
         wanted = torch.cat([x[moved(batch.logit_rows, x.device)] for batch, x in zip(batches, states, strict=True)])
         with self.stream.held(HEAD):
             return self.logits(wanted, batches)
+
+
+def pages_held(ring: SpilledPages | None, block: Block) -> AbstractContextManager[None]:
+    """Inside, the pages that a block attends to are in memory."""
+    layers = block.attended_layers
+    return nullcontext() if ring is None or not layers else ring.held(layers[0])
 
 
 def keeps_pages(body: object) -> bool:

@@ -80,11 +80,15 @@ def with_room_for_adapters(settings: Settings) -> EngineConfig:
 
 
 def refuse_idle_kv(config: ModelConfig, resolved: ResolvedSettings) -> None:
-    """Raises UsageError for a format of keys and values that was typed for a model that keeps none."""
-    is_typed = resolved.origins["kv"].kind == "flag" and resolved.settings.kv != "auto"
-    if is_typed and not config.kv_shapes:
+    """Raises UsageError for what was typed of keys and values for a model that keeps none, or too few."""
+    typed = {name for name, origin in resolved.origins.items() if origin.kind == "flag"}
+    if resolved.settings.kv != "auto" and "kv" in typed and not config.kv_shapes:
         why = "all layers of this model keep a state in place of keys and values"
         raise UsageError("--kv has no effect", why=why, fix=Fix.without("--kv"))
+    if resolved.settings.kv_offload != "off" and "kv_offload" in typed and None not in config.windows:
+        why = "no layer of this model sees further back than a window, so that none keeps all keys and values"
+        why = why if config.kv_shapes else "all layers of this model keep a state in place of keys and values"
+        raise UsageError("--kv-offload has no effect", why=why, fix=Fix.without("--kv-offload"))
 
 
 def refuse_idle_vram(resolved: ResolvedSettings) -> None:
@@ -109,6 +113,9 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     config = engine_config(selection.resolved, watcher.noting)
     if not opening.speculates:
         config = replace(config, speculate="off")
+    if selection.private and config.kv_offload != "off":
+        why = "a private chat stores nothing on the disk, where --kv-offload brings keys and values"
+        raise UsageError("--private and --kv-offload cannot go together", why=why, fix=Fix.without("--kv-offload"))
     keeps_pages = opening.keeps_pages and not selection.private and config.cache_disk != 0
     engine = Engine.load(
         selection.files,

@@ -73,6 +73,7 @@ class Costs:
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
         serial_s, disk_s = self._serial_s("step", depth, rows), self._disk_s("step", rows)
+        disk_s += self._pages_s(self.shape.spilled_tokens(rows * depth, rows))
         if not self.work.missed_bytes:
             return max(serial_s, self._link_s("step"), disk_s)
         experts_s = self._experts_s(serial_s, rows)
@@ -131,6 +132,8 @@ class Costs:
     def _prompt_seconds(self, num_tokens: int) -> dict[Bound, float]:
         """Return the seconds of a prompt by what it waits for."""
         passes = -(-num_tokens // self.pass_tokens)
+        # Every pass reads what is on the disk by then: half of what is there behind the last one, as a rule.
+        pages_s = passes * self._pages_s(self.shape.spilled_tokens(num_tokens)) / 2
         if self.card is not None and self.work.host_bytes and num_tokens < self.many_rows:
             return {
                 "memory": self._serial_s("prompt", num_tokens // 2, num_tokens),
@@ -139,7 +142,8 @@ class Costs:
             }
         # However few tokens there are, each matrix is read once by the device and each operator begun.
         compute_s = max(self._compute_s(num_tokens), self._device_s(1))
-        return {"compute": compute_s, **{bound: passes * seconds for bound, seconds in self._passing.items()}}
+        passing: dict[Bound, float] = {bound: passes * seconds for bound, seconds in self._passing.items()}
+        return {"compute": compute_s, **passing, "disk": passing["disk"] + pages_s}
 
     def _compute_s(self, num_tokens: int) -> float:
         """Return the seconds of many tokens' products, all on the device where there is one."""
@@ -173,6 +177,11 @@ class Costs:
         if self.card is None:  # the host has all of it, the head as well
             flops_per_byte = (shape.block_flops + head.flops) / (shape.block_bytes + head.num_bytes)
         return num_bytes * max(shape.read_share(rows) / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
+
+    def _pages_s(self, num_tokens: int) -> float:
+        """Return the seconds in which the disk gives the keys and values of so many tokens."""
+        num_bytes = num_tokens * self.shape.kv_bytes_per_token
+        return num_bytes / self.rates.disk_gbs / 1e9 * self.corrections.of(self._term("step", "disk"))
 
     def _missed_s(self, rows: int) -> float:
         """Return the seconds in which the host computes the experts that the device lacks."""

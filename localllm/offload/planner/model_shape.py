@@ -76,6 +76,8 @@ class ModelShape:
     logits_bytes: int  # of one token
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
+    kv_layers: int = 1  # that have keys and values
+    resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
     snapshot_bytes: int = 0  # of one snapshot of all states
     cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
@@ -96,7 +98,19 @@ class ModelShape:
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
-        return num_tokens * self.kv_bytes_per_token + sequences * self.kv_bytes_per_sequence
+        """Return the memory of so many tokens of all sequences together. Those on the disk pass through a ring that has
+        room for two layers."""
+        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.kv_bytes_per_token
+        return (
+            num_tokens * self.kv_bytes_per_token
+            - spilled_bytes
+            + -(-2 * spilled_bytes // self.kv_layers)
+            + sequences * self.kv_bytes_per_sequence
+        )
+
+    def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
+        """Return how many of so many tokens rest on the disk."""
+        return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
 
     @property
     def lm_head(self) -> BlockShape:

@@ -5,6 +5,7 @@ Layers are alike, so only a few hundred placements are worth trying, which takes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape, Plan, can_be_packed, cap
 
 LEAST_CTX = 128
+LEAST_RESIDENT = 2048  # tokens of a sequence in memory where others are on the disk: a forward writes 512 of them
 CHAT_CTX = 2048  # long enough for a conversation; a shorter context is taken only where this one does not fit
 # Where the user names no context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
@@ -28,6 +30,7 @@ class Search:
     """All plans of a model on a machine.
 
     ctx: the context that the user asked for, if any.
+    spills: keys and values may rest on the disk, as few as must.
     job: None for one answer, as fast as possible.
     """
 
@@ -35,6 +38,7 @@ class Search:
     machine: Machine
     ctx: int | None = None
     job: JobShape | None = None
+    spills: bool = False
 
     def best(self) -> Plan:
         """Return the plan with the longest context that costs little of the speed, or the one that was asked for.
@@ -142,11 +146,26 @@ class Search:
             found.append(Fix.advice(packing.command))  # ahead of time: it runs in memory as small as this
         if card is not None and self.shape.can_slot:  # which reads experts from the disk
             found.append(Fix.flag(*self.machine.cpu_flags))
-        return [*found, *self._shorter_contexts()] or [self._smaller()]
+        return [*found, *self._spilled_contexts(), *self._shorter_contexts()] or [self._smaller()]
 
     @cached_property
     def _placements(self) -> HostPlacements | CardPlacements:
-        return (HostPlacements if self.machine.card is None else CardPlacements)(self.shape, self.machine)
+        """All placements; where keys and values may be on the disk, those with as few of them in memory as may be."""
+        return self._placements_with(LEAST_RESIDENT if self.spills else self.shape.resident_tokens)
+
+    def _placements_with(self, resident_tokens: int | None) -> HostPlacements | CardPlacements:
+        shape = replace(self.shape, resident_tokens=resident_tokens)
+        return (HostPlacements if self.machine.card is None else CardPlacements)(shape, self.machine)
+
+    def _plans(self, ctx: int, sequences: int, kv_tokens: int) -> Iterator[Plan | None]:
+        """Yield the best plan for each amount of keys and values in memory that may be: all first, then fewer."""
+        if self.spills:
+            yield self._placements_with(None).best(ctx, sequences, kv_tokens)
+            resident = kv_tokens // sequences * 3 // 4
+            while resident > LEAST_RESIDENT:
+                yield self._placements_with(resident).best(ctx, sequences, kv_tokens)
+                resident = resident * 3 // 4
+        yield self._placements.best(ctx, sequences, kv_tokens)
 
     def _best_for(self, job: JobShape) -> Plan:
         """Return the plan with as many sequences as give the most tokens a second: each takes memory from weights."""
@@ -162,7 +181,10 @@ class Search:
 
     def _runnable(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
         """Return the fastest plan; None where nothing fits, or memory is too small to pack the model for it first."""
-        plan = self._placements.best(ctx, sequences, kv_tokens)
+        plan = None
+        for plan in self._plans(ctx, sequences, kv_tokens):
+            if plan is not None and plan.is_whole:
+                break
         return plan if plan is not None and can_be_packed(plan, self.machine.memory) else None
 
     def _packed_ram_bytes(self) -> int:
@@ -174,6 +196,14 @@ class Search:
         alone = replace(self, shape=replace(self.shape, adapter_bytes=0))
         room_mib = (self.machine.memory.ram_bytes - alone.least_ram_bytes()) >> 20
         return Fix.flag("--adapter-memory", f"{room_mib}MiB") if self.shape.adapter_bytes and room_mib > 0 else SMALLER
+
+    def _spilled_contexts(self) -> list[Fix]:
+        """Return the flag by which keys and values of a long context rest on the disk, where it would fit then."""
+        if self.ctx is None or self.spills or self.machine.card is not None:
+            return []
+        spilling = replace(self, shape=replace(self.shape, resident_tokens=None), spills=True)
+        fits = spilling._runnable(self.ctx, 1, self.ctx) is not None
+        return [Fix.flag("--kv-offload", "auto")] if fits and self.job is None else []
 
     def _shorter_contexts(self) -> list[Fix]:
         """Return the flag for the longest context below the one that was asked for with which it would fit, if any."""

@@ -1,0 +1,130 @@
+"""Long contexts on small memory: `python -m benchmarks.long_context`.
+
+A model's shape with random INT4 weights decodes on the CPU, behind pages of random keys and values. Rounds take turns;
+medians with their lowest and highest. Results go to benchmarks/results/long_context.json.
+
+offload: a context of four times its memory, the ring for what comes from the disk included. Pages are read at so much
+of what an O_DIRECT read of a file reaches in the same round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.measure import interleaved, known, machine, paired, parser, save, spread
+from localllm.bench.random_model import RandomBlocks, word_tokenizer
+from localllm.cache.paged_kv import PagedKV
+from localllm.config import user_directories
+from localllm.engine.engine import Engine
+from localllm.engine.loader import LoadedModel
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.step_types import Chunk
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.kernels.paged_attention import write
+from localllm.models.decoder import Decoder
+from localllm.models.load import load_decoder
+from localllm.models.shapes import find_shape
+from localllm.offload.planner.disk_speed import disk_file
+from localllm.quant.recipe import RECIPES
+
+NAME, RECIPE = "tinyllama-1.1b", "int4-g64"
+STEPS = 4  # of a round
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("what", nargs="*", choices=[*PARTS, []], help="parts to measure; all without any")
+    arguments.add_argument("--context", type=int, default=65536, help="offload: tokens")
+    arguments.add_argument("--resident-tokens", type=int, default=10240, help="offload: of these, in memory")
+    options = arguments.parse_args()
+    result = {**known("long_context"), "machine": machine(), "shape": NAME}
+    decoder = random_decoder()
+    for name in options.what or PARTS:
+        result[name] = PARTS[name](decoder, options)
+        print(name, result[name], flush=True)
+    print(f"wrote {save('long_context', result)}")
+
+
+def random_decoder() -> Decoder:
+    config = find_shape(NAME).config
+    recipe = RECIPES[RECIPE]
+    return load_decoder(RandomBlocks(recipe), config, recipe, dtype=torch.bfloat16, device=torch.device("cpu"))
+
+
+def engine_of(decoder: Decoder, ctx: int, kv: str = "int8", resident_tokens: int | None = None) -> Engine:
+    tokenizer = word_tokenizer(decoder.config.vocab_size)
+    return Engine(LoadedModel(decoder, ctx, resident_tokens=resident_tokens), tokenizer, kv=kv, reuse=NO_REUSE)
+
+
+@contextmanager
+def filled(engine: Engine, context: int) -> Iterator[PagedKV]:
+    """Yield a sequence of so many tokens, whose pages hold the same random keys and values: attention to them takes as
+    long as to any."""
+    kv, few = engine.residency.new_kv(context + 4 * PAGE_TOKENS), engine.residency.kv_pages.new(2 * PAGE_TOKENS)
+    few.prepare(2 * PAGE_TOKENS)
+    for layer in range(len(kv.places)):
+        layout = kv.layouts_of(layer)[0]
+        noise = torch.randn(2, 2 * PAGE_TOKENS, layout.num_kv_heads, layout.head_dim)
+        write(few.layer(layer, 0, 2 * PAGE_TOKENS), 0, *noise)
+    few.advance(2 * PAGE_TOKENS)
+    while kv.length < context:
+        begin, end = kv.length, min(kv.length + 512, context)
+        kv.prepare(end)
+        for index, table in enumerate(kv.tables):
+            for number in range(begin // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+                page, source = table[number], few.tables[index][min(number, 1)]
+                assert page is not None and source is not None
+                page.copy_from(source)
+        kv.advance(end - begin)
+    few.close()
+    yield kv
+    kv.close()
+
+
+def step_s(engine: Engine, kv: PagedKV, context: int) -> float:
+    """Return the seconds of a step of one token behind so many."""
+    kv.trim(context)
+    ids = torch.randint(0, engine.config.vocab_size, (context + STEPS,)).tolist()
+    started = time.perf_counter()
+    for count in range(STEPS):
+        engine.residency.runner.forward([Chunk(ids[: context + count + 1], kv, 1)])
+    return (time.perf_counter() - started) / STEPS
+
+
+def offload(decoder: Decoder, options: Any) -> dict[str, Any]:
+    context, resident = options.context, options.resident_tokens
+    engine = engine_of(replace(decoder), context + 256, resident_tokens=resident)
+    with filled(engine, context) as kv, disk_file(user_directories().cache, 1 << 30) as file:
+        assert file is not None
+        group = engine.residency.kv_pages.groups[0]
+        page_bytes = len(group.layers) * group.sealed.layout.layer_bytes
+        read_bytes = kv.num_spilled * page_bytes
+        rounds = interleaved(
+            {"step_s": partial(step_s, engine, kv, context), "disk_gbs": file.read_gbs}, options.rounds
+        )
+        memory = engine.residency.kv_pages.nbytes
+    engine.close()
+    gbs = [read_bytes / seconds / 1e9 for seconds in rounds["step_s"]]
+    return {
+        "context": context,
+        "resident_tokens": resident,
+        "page_bytes_a_step": read_bytes,
+        "step_s": spread(rounds["step_s"]),
+        "pages_gbs": spread(gbs),
+        "disk_gbs": spread(rounds["disk_gbs"]),
+        "of_disk": paired(gbs, rounds["disk_gbs"]),
+        "memory_of_all_pages": round(memory / (context // PAGE_TOKENS * page_bytes), 3),
+    }
+
+
+PARTS = {"offload": offload}
+
+if __name__ == "__main__":
+    main()

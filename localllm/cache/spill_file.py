@@ -1,0 +1,132 @@
+"""Pages of running sequences on the disk, in a file that has no name and is gone with the process.
+
+Pages leave memory in extents of `EXTENT_PAGES`, the oldest first. The parts of one layer lie together, extent by
+extent, so that a layer is read in a few long pieces.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from localllm.cache.pages import Page
+from localllm.errors import LocalLLMError
+from localllm.kernels.kv_page import PageLayout
+from localllm.offload.streaming.disk_read import PAGE_BYTES, read_into
+from localllm.offload.streaming.host_buffer import host_buffer
+
+EXTENT_PAGES = 16  # 1,024 tokens: of a 1.1B model in INT8 0.5 MB a layer, which a disk reads at its full speed
+_MOST_EXTENTS = 1 << 14  # of all sequences: 16 million tokens
+_MOST_PIECE_BYTES = 8 << 20  # of a read
+
+
+class Extent:
+    """Consecutive pages of a sequence in a file. slot: its number there; owners: the sequences that have it."""
+
+    __slots__ = ("owners", "slot")
+
+    def __init__(self, slot: int) -> None:
+        self.slot, self.owners = slot, 1
+
+
+class SpillFile:
+    """The extents of one group of layers. part_bytes: of an extent's pages in one layer, whole blocks of the disk."""
+
+    def __init__(self, directory: Path, layout: PageLayout, num_layers: int, extent_pages: int = EXTENT_PAGES) -> None:
+        self.extent_pages, self.layer_bytes = extent_pages, layout.layer_bytes
+        self.part_bytes = -(-extent_pages * layout.layer_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._num_layers, self._directory = num_layers, directory
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._plain = -1  # until the first page leaves memory
+        self._direct: int | None = None
+
+    def write(self, pages: Sequence[Page]) -> Extent:
+        """Write `extent_pages` pages, whose bytes are on the host. Raises LocalLLMError where the disk takes none."""
+        slot = self._free.pop() if self._free else self._num_slots
+        self._num_slots = max(self._num_slots, slot + 1)
+        try:
+            if slot >= _MOST_EXTENTS:
+                raise OSError(f"{_MOST_EXTENTS} extents are the most")
+            self._open()
+            part = host_buffer(self.part_bytes)
+            for row in range(self._num_layers):
+                for number, page in enumerate(pages):
+                    part[number * self.layer_bytes : (number + 1) * self.layer_bytes] = page.layer(row)
+                self._write(self._begin(row, slot), part.numpy().data)
+        except OSError as error:
+            self._free.append(slot)
+            num_bytes = self._num_layers * self.part_bytes
+            what = f"{num_bytes / 1e6:.1f} MB of keys and values cannot be written to {self._directory}"
+            fix = "make room there, or drop --kv-offload"
+            raise LocalLLMError(what, why=error.strerror or str(error), fix=fix) from None
+        return Extent(slot)
+
+    def pieces(self, row: int, extents: Sequence[Extent]) -> list[tuple[int, int, int]]:
+        """Return what must be read for a layer: offset in the file, offset in the result, bytes; long ones where
+        extents lie behind each other."""
+        found: list[tuple[int, int, int]] = []
+        for number, extent in enumerate(extents):
+            begin, at = self._begin(row, extent.slot), number * self.part_bytes
+            if found and sum(found[-1][::2]) == begin and found[-1][2] + self.part_bytes <= _MOST_PIECE_BYTES:
+                found[-1] = (*found[-1][:2], found[-1][2] + self.part_bytes)
+            else:
+                found.append((begin, at, self.part_bytes))
+        return found
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Raises LocalLLMError where the disk does not give what it took."""
+        try:
+            read_into(self._plain, self._direct, begin, into)
+        except (OSError, EOFError) as error:
+            what = f"keys and values cannot be read back from {self._directory}"
+            raise LocalLLMError(
+                what, why=str(error), fix="ask again; without --kv-offload they stay in memory"
+            ) from None
+
+    def share(self, extents: Sequence[Extent]) -> list[Extent]:
+        """Let one more sequence have these."""
+        for extent in extents:
+            extent.owners += 1
+        return [*extents]
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            extent.owners -= 1
+            assert extent.owners >= 0
+            if not extent.owners:
+                self._free.append(extent.slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the disk that hold pages."""
+        return (self._num_slots - len(self._free)) * self._num_layers * self.part_bytes
+
+    def close(self) -> None:
+        for descriptor in (self._plain, self._direct):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._plain, self._direct = -1, None
+
+    def _begin(self, row: int, slot: int) -> int:
+        return (row * _MOST_EXTENTS + slot) * self.part_bytes
+
+    def _open(self) -> None:
+        if self._plain >= 0:
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._plain, name = tempfile.mkstemp(dir=self._directory, prefix=".spill-")
+        try:
+            with suppress(AttributeError, OSError):  # the system, or the file system, has no way past the page cache
+                self._direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        finally:
+            Path(name).unlink()
+
+    def _write(self, begin: int, part: memoryview) -> None:
+        descriptor = self._plain if self._direct is None else self._direct
+        while part:
+            count = os.pwritev(descriptor, [part], begin)
+            part, begin = part[count:], begin + count

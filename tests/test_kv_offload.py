@@ -1,0 +1,146 @@
+"""Keys and values of running sequences on the disk: the same tokens, in less memory."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.spill_file import SpillFile
+from localllm.engine.engine import Engine
+from localllm.engine.events import TokenEvent
+from localllm.engine.request import Request, SamplingParams
+from localllm.errors import LocalLLMError
+from localllm.settings import EngineConfig
+from tests.cli_support import run_cli
+from tests.engine_support import Heard, answered, generated, steps
+
+RESIDENT, CTX = 256, 1024
+
+
+def engine(kv: str = "int8", weights: str = "int8", offload: str = f"keep:{RESIDENT}", **more: Any) -> Engine:
+    return Engine.load("tiny", EngineConfig(kv=kv, weights=weights, ctx=CTX, kv_offload=offload, **more))
+
+
+@pytest.fixture(scope="module")
+def offloading() -> Iterator[Engine]:
+    with closing(engine(speculate="ngram")) as loaded:
+        yield loaded
+
+
+@cache
+def prompt(family: int, length: int) -> tuple[int, ...]:
+    """Prompts of a family begin alike."""
+    return tuple((family * 977 + i * i * 31 + 7) % 4000 + 50 for i in range(length))
+
+
+@cache
+def expected(family: int, length: int, count: int) -> tuple[int, ...]:
+    """What follows with everything in memory."""
+    return tuple(generated(_plain(), prompt(family, length), count))
+
+
+@cache
+def _plain() -> Engine:
+    return engine(offload="off", speculate="off")
+
+
+@pytest.mark.parametrize(("kv", "weights"), [*((kv, "int8") for kv in KV_FORMATS), ("int8", "bf16"), ("bf16", "bf16")])
+def test_no_token_changes_in_any_format(kv, weights):
+    found = []
+    for offload in ("off", f"keep:{RESIDENT}"):
+        with closing(engine(kv, weights, offload, speculate="off")) as loaded:
+            found.append(generated(loaded, prompt(1, 600), 12))
+            is_read = loaded.residency.stream_clock.bytes_read > 0
+            assert is_read == (offload != "off")
+    assert found[0] == found[1]
+
+
+def requests() -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
+    """(family, length of the prompt, of the answer, when it is cancelled); the same prompt twice is a fork."""
+    lengths = st.sampled_from([40, 300, 430, 431, 700])
+    one = st.tuples(st.integers(0, 1), lengths, st.integers(1, 24), st.sampled_from([0, 0, 0, 3, 9]))
+    return st.lists(one, min_size=1, max_size=4)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(wanted=requests())
+def test_forks_cancels_and_prefixes_that_are_found_again_change_no_token(offloading, wanted):
+    ends, heard = {}, {}
+    for family, length, count, cancelled_at in wanted:
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        request_id = offloading.submit(Request(prompt(family, length), sampling))
+        heard[request_id], ends[request_id] = Heard(), (family, length, count, cancelled_at)
+    for number, event in enumerate(steps(offloading)):
+        heard[event.request_id].take(event)
+        for request_id, (*_, cancelled_at) in ends.items():
+            if cancelled_at and number >= cancelled_at and heard[request_id].end is None:
+                offloading.abort(request_id)
+    for request_id, (family, length, count, _) in ends.items():
+        found, whole = heard[request_id].token_ids, expected(family, length, count)
+        is_whole = heard[request_id].finished.finish_reason == "length"
+        assert tuple(found) == whole[: count if is_whole else len(found)]
+    pages = offloading.residency.kv_pages
+    assert not pages.sequences and not any(file.nbytes for file in pages.files.values())
+
+
+def test_memory_is_what_the_plan_says(offloading):
+    plan = offloading.current_plan
+    assert plan is not None and plan.ledger["disk"]["kv"] > 0
+    generated(offloading, prompt(3, 900), 40)
+    pages = offloading.residency.kv_pages
+    # Beside it a forward of 512 tokens, and what the ring's huge pages round up.
+    forward_bytes = 512 * plan.shape.kv_bytes_per_token + 512 * plan.shape.row_bytes + (2 << 20)
+    assert pages.nbytes <= plan.ledger["ram"]["kv"] + forward_bytes
+
+
+def test_a_disk_that_is_full_ends_the_answer_that_needs_it(offloading, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SpillFile, "_write", full)
+    sampling = SamplingParams(temperature=0, max_tokens=4)
+    long, short = answered(offloading, *(Request(prompt(5, length), sampling) for length in (700, 40)))
+    error = long.finished.error
+    assert isinstance(error, LocalLLMError) and "drop --kv-offload" in str(error.fix) and "No space left" in error.why
+    assert short.finished.finish_reason in ("length", "stop")
+
+
+def test_a_disk_that_gives_nothing_back_ends_the_answer_and_the_next_one_is_right(offloading, monkeypatch):
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    offloading.submit(Request(prompt(6, 700), sampling))
+    ended = None
+    with monkeypatch.context() as patch:
+        for event in steps(offloading):
+            if isinstance(event, TokenEvent):
+                patch.setattr("localllm.cache.spill_file.read_into", _broken)
+            ended = event
+    assert ended is not None and "cannot be read back" in str(getattr(ended, "error", ""))
+    assert tuple(generated(offloading, prompt(6, 700), 8)) == expected(6, 700, 8)
+
+
+def _broken(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_what_it_cannot_do_is_refused():
+    wrong = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "keep:100")
+    assert wrong.code == 2 and "256" in wrong.err
+    private = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "auto", "--private")
+    assert private.code == 2 and "stores nothing on the disk" in private.err
+    idle = run_cli("plan", "rwkv7-1.5b", "--kv-offload", "auto")
+    assert idle.code == 2 and "--kv-offload has no effect" in idle.err
+
+
+def test_a_plan_keeps_as_many_in_memory_as_there_is_room_for_and_says_what_a_step_reads():
+    found = run_cli("plan", "llama-3.1-8b", "--ctx", "131072", "--ram", "8GiB", "--kv-offload", "auto", "--gpu", "none")
+    assert found.code == 0 and "on the disk; behind 131,072 tokens a step reads" in " ".join(found.out.decode().split())
+    refused = run_cli("plan", "llama-3.1-8b", "--ctx", "131072", "--ram", "8GiB", "--gpu", "none")
+    assert refused.code != 0 and "--kv-offload auto" in refused.err
