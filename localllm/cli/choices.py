@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.chat.answer import MAX_ANSWERS, seeded
+from localllm.chat.cascade import Bar
 from localllm.cli.options import flag_of, number, refuse_together
 from localllm.engine.request import MAX_BEAMS, Request, SamplingParams
 from localllm.errors import Fix, UsageError
@@ -56,20 +57,32 @@ CHOICE_OPTIONS = (
 
 @dataclass(frozen=True)
 class AnswerChoice:
-    """n: answers that are printed; count: that are drawn. beams: more than 1 has them searched."""
+    """n: answers that are printed; count: that are drawn. beams: more than 1 has them searched. bar: that they must
+    pass to be printed."""
 
     n: int = 1
     count: int = 1
     beams: int = 1
+    bar: Bar | None = None
+
+    @classmethod
+    def judged(cls, bar: Bar | None) -> AnswerChoice:
+        """Return the choice of a cascade's model; of the last, which has no bar, it is the plain one."""
+        return cls(count=1 if bar is None else bar.drafts, bar=bar)
 
     @property
     def is_plain(self) -> bool:
         """True for one answer, among which nothing is chosen."""
-        return self.n == self.count == self.beams == 1
+        return self.n == self.beams == 1 and (self.count == 1 or self.bar is not None)
 
     @property
     def is_best_of(self) -> bool:
-        return self.count > self.n
+        return self.count > self.n and self.bar is None
+
+    @property
+    def in_turn(self) -> bool:
+        """True where what comes is known to be printed."""
+        return self.beams == 1 and not self.is_best_of and self.bar is None
 
     def sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return how each answer is sampled. Raises UsageError where all would be the same."""
@@ -85,7 +98,7 @@ class AnswerChoice:
     def requests(self, request: Request) -> list[Request]:
         if self.beams > 1:
             return [replace(request, beams=self.beams, num_answers=self.n, is_scored=True)]
-        scored = replace(request, is_scored=self.is_best_of)
+        scored = replace(request, is_scored=self.is_best_of if self.bar is None else self.bar.is_scored)
         several = [replace(scored, sampling=seeded(request.sampling, index)) for index in range(self.count)]
         return [several[0], *(replace(each, explains_miss=False) for each in several[1:])]
 

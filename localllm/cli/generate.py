@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import Answer, Piece, best, finished_fields, logprob_fields, silence, statistics
+from localllm.chat.cascade import Tried, judged
 from localllm.chat.context import evicted_fields, grown_fields, grown_text
 from localllm.chat.miss_report import NEW, miss_fields
 from localllm.chat.pending_turn import PendingTurn
@@ -84,6 +85,7 @@ class AnswerPrinter:
 
     record: takes each event before it is printed: a text that a full disk behind stdout refuses is recorded.
     session: the saved chat that the JSON forms name.
+    tried: the models of a cascade, as far as they were asked; None without one.
     """
 
     cli: CliContext
@@ -93,31 +95,32 @@ class AnswerPrinter:
     record: AnswerRecording
     choice: AnswerChoice = field(default_factory=AnswerChoice)
     session: str | None = None
+    tried: list[Tried] | None = None
     num_printed: int = 0
     num_thought_words: int = 0
     has_told_thought: bool = False
 
     def print(self, streams: Sequence[RequestStream], inbox: Inbox, answers: Sequence[Answer]) -> list[Answer]:
-        """Print them to their ends, and return the chosen ones. Raises the error that ended one of them."""
+        """Print them to their ends, and return the chosen ones: none where they do not pass a cascade's bar. Raises the
+        error that ended one of them."""
         choice, printing, output = self.choice, self.printing, self.cli.output
-        in_turn = choice.beams == 1 and not choice.is_best_of
-        is_live = printing.streams and in_turn and not (printing.as_json or printing.as_events)
+        is_live = printing.streams and choice.in_turn and not (printing.as_json or printing.as_events)
         others: list[Answer] = []  # the next best of a search
-        if printing.as_events:
-            start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name}
-            about = {"session": self.session, "prompt_tokens": answers[0].num_prompt_tokens, "seed": answers[0].seed}
-            several = {} if choice.is_plain else {"answers": choice.n}
-            output.json({**start, **about, **several, **evicted_fields(self.pending.evicted)})
+        held: list[tuple[int, Event, Piece]] = []  # events that are printed once the answer has passed
+        if choice.bar is None:
+            self._pass(answers[0])
         with output.progress("answering") as line:
             for place, event in follow(streams, inbox, answers, self.cli.interrupts):
                 piece = answers[place].take(event)
-                if in_turn and place == 0:
+                if choice.in_turn and place == 0:
                     self.record.write(piece.text)
                 for events in event.others if isinstance(event, FinishedEvent) else ():
                     others.append(Answer(answers[0].num_prompt_tokens, thinking=self.pending.thinking))
                     for other in events:
                         others[-1].take(other)
-                if printing.as_events:
+                if printing.as_events and choice.bar is not None:
+                    held.append((place, event, piece))
+                elif printing.as_events:
                     self._print_event(place, event, piece)
                     continue
                 if isinstance(event, GrownEvent):
@@ -129,15 +132,58 @@ class AnswerPrinter:
                     line.clear()
                     self._print_whole(answers)
                 line.show(self._progress(event, answers))
+        if choice.bar is not None:
+            return self._judge(answers, held)
         chosen = best(answers, choice.n, _ending) if choice.is_best_of else [*answers, *others]
-        if not in_turn:
+        if not choice.in_turn:
             self.record.write(chosen[0].text)
         self.record.answer = chosen[0]
         self._end(chosen, is_printed=is_live and choice.is_plain)
-        for answer in answers:
-            if (failure := _ending(answer).error) is not None:
-                raise failure
+        _raise_failure(answers)
         return chosen
+
+    def _judge(self, answers: Sequence[Answer], held: Sequence[tuple[int, Event, Piece]]) -> list[Answer]:
+        """Print the one that passes, if any does, as it would have come; of stopped ones none does."""
+        output, bar, tried = self.cli.output, self.choice.bar, self.tried
+        assert bar is not None and tried is not None
+        self.record.answer = Answer(0)  # nothing of what is held back is recorded
+        _raise_failure(answers)
+        if any(_ending(answer).finish_reason == "cancelled" for answer in answers):
+            output.note("stopped before the answer was judged")
+            return [*answers]
+        judgement = judged(bar, [answer.said for answer in answers], [_ending(answer) for answer in answers])
+        tried.append(Tried(self.files.name, judgement.confidence, judgement.is_accepted))
+        is_told = output.animated or self.printing.statistics
+        if not judgement.is_accepted:
+            if is_told:
+                output.note(f"{self.files.name} is not sure: {tried[-1].reason(bar)}")
+            return []
+        chosen = answers[judgement.place]
+        self._pass(chosen)
+        for place, event, piece in held:
+            if place == judgement.place:
+                self._print_event(0, event, piece)
+        self.record.write(chosen.text)
+        self.record.answer = chosen
+        self._end([chosen], is_printed=False)
+        if is_told:
+            output.note(f"{self.files.name} has answered: {tried[-1].reason(bar)}")
+        return [chosen]
+
+    def _pass(self, answer: Answer) -> None:
+        """Begin to print: it is known which model answers."""
+        if self.tried is not None and self.choice.bar is None:
+            self.tried.append(Tried(self.files.name, None, is_accepted=True))
+        if self.printing.as_events:
+            start = {"type": "start", "schema_version": SCHEMA_VERSION, "model": self.files.name}
+            about = {"session": self.session, "prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
+            several = {} if self.choice.is_plain else {"answers": self.choice.n}
+            evicted = evicted_fields(self.pending.evicted)
+            self.cli.output.json({**start, **about, **several, **evicted, **self._cascade_fields})
+
+    @property
+    def _cascade_fields(self) -> dict[str, Any]:
+        return {} if self.tried is None else {"cascade": [each.fields() for each in self.tried]}
 
     def _print_event(self, place: int, event: Event, piece: Piece) -> None:
         fields = event_fields(self.files, event, piece)
@@ -193,7 +239,7 @@ class AnswerPrinter:
         explanation = self.pending.explained(_ending(chosen[0]))
         if printing.as_json:
             about = {**evicted_fields(self.pending.evicted), "cache_miss": miss_fields(explanation)}
-            output.json({**self._fields(chosen), **about, "session": self.session})
+            output.json({**self._fields(chosen), **about, "session": self.session, **self._cascade_fields})
         elif not printing.as_events and not is_printed:
             self._print_whole(chosen)
         output.end_answer()
@@ -228,6 +274,13 @@ class AnswerPrinter:
 def _ending(answer: Answer) -> FinishedEvent:
     assert answer.finished is not None
     return answer.finished
+
+
+def _raise_failure(answers: Sequence[Answer]) -> None:
+    """Raise the error that ended one of them."""
+    for answer in answers:
+        if (failure := _ending(answer).error) is not None:
+            raise failure
 
 
 def answer_fields(files: ModelFiles, answer: Answer, *, with_logprobs: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from localllm.chat.answer import Answer
+from localllm.chat.cascade import Tried
 from localllm.chat.context import can_be_longer, chat_request, evicted_text, is_cut_by_context
 from localllm.chat.dialogue import Dialogue
 from localllm.chat.miss_report import explain
@@ -21,6 +22,7 @@ from localllm.chat.pending_turn import PendingTurn
 from localllm.chat.recorder import ChatRecorder, Resumed, look_up, recorder_of
 from localllm.chat.tool_words import adapted
 from localllm.cli import options
+from localllm.cli.cascade import CASCADE_OPTIONS, cascade_of
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
@@ -46,7 +48,7 @@ from localllm.cli.source import (
     require_met,
     typed_grammar,
 )
-from localllm.errors import MODEL, Fix, ModelNotFoundError, UsageError
+from localllm.errors import MODEL, ContextOverflowError, Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
@@ -191,6 +193,7 @@ EXCLUSIVE = {
     "think",
     "show_thoughts",
     *CHOICE_OPTIONS,
+    *CASCADE_OPTIONS,
     "stop",
     *FORM_OPTIONS,
     EngineConfig,
@@ -211,12 +214,16 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         _chat(context, word, flags)
         return
     form = typed_grammar(flags, cli.output)
-    choice = choice_of(flags)
+    choice, cascade = choice_of(flags), cascade_of(flags)
     chat = "last" if flags["continue"] else flags["session"]
     resumed = None if chat is None else look_up(cli.output, chat)
     if flags["continue"] and resumed is not None and cli.output.animated:
         cli.output.note(f"going on with {resumed.session.id}: {resumed.session.title}")
-    selection = _select(cli, word, text, flags, resumed)
+    if cascade is None:
+        selections = [_select(cli, word, text, flags, resumed)]
+    else:
+        selections = cascade.select(word, lambda name: select_resumed(cli, name, flags, resumed, None))
+    selection = selections[0]
     if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
 
@@ -235,12 +242,15 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         if source.chat is not None and source.chat.add_generation_prompt is None:
             cli.output.note("shown as the file has it; to answer it, add_generation_prompt is taken as true")
         return
-    sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
     said = dialogue or Dialogue(selection.resolved)
     recorder = recorder_of(said, cli.output, selection, resumed, records=dialogue is not None)
     with contextlib.closing(recorder):
         try:
-            answers = _answers(cli, selection, source, sampling, flags, recorder, form, choice)
+            asked = partial(_answers, cli, source=source, flags=flags, recorder=recorder, form=form)
+            if cascade is None:
+                answers = asked(selection, choice=choice)
+            else:
+                answers = cascade.answers(cli, selections, recorder, asked)
         finally:
             recorder.catch_up()
     require_met(cli, [answer.finished for answer in answers if answer.finished], strict=flags["strict"])
@@ -369,30 +379,33 @@ def _select(
 def _answers(
     cli: CliContext,
     selection: Selection,
+    *,
     source: Source,
-    sampling: SamplingParams,
     flags: Mapping[str, Any],
     recorder: ChatRecorder,
     form: Grammar | None,
     choice: AnswerChoice,
+    tried: list[Tried] | None = None,
 ) -> list[Answer]:
-    """Return the answers that are printed; the first of them is recorded. Exits where the user has stopped any."""
+    """Return the answers that are printed; the first of them is recorded. Exits where the user has stopped any.
+
+    tried: as of `AnswerPrinter`; where the model has a bar, there may be no answer.
+    """
     from localllm.cli.load_progress import loading
     from localllm.text.eviction import without
 
-    printing = Printing(
-        as_json=flags["json"],
-        as_events=flags["jsonl"],
-        streams=not flags["no_stream"],
-        statistics=flags["stats"],
-        logprobs=flags["logprobs"] is not None,
-        shows_thoughts=selection.settings.show_thoughts,
-    )
+    sampling = choice.sampling(selection.sampling(extra_sampling(flags)))
     with loading(cli, selection, Opening(keeps_pages=True), attaches=not flags["no_attach"]) as load:
         encoder = Encoder.of(cli, selection, is_raw=source.chat is None, has_form=form is not None)
         ids = encoder.encode(source)
         engine = load.wait()
-        request, fitted = _request(engine, source, encoder, ids, sampling, selection)
+        try:
+            request, fitted = _request(engine, source, encoder, ids, sampling, selection)
+        except ContextOverflowError:
+            if choice.bar is None or tried is None:
+                raise
+            tried.append(Tried(selection.files.name, None, is_accepted=False))
+            return []
         if fitted.evicted.turns:
             cli.output.note(evicted_text(fitted.evicted))
         given = None
@@ -410,13 +423,25 @@ def _answers(
         with recorder.answering(answers[0]) as record:
             inbox: Inbox = queue.SimpleQueue()
             streams = [load.handle.submit(each, inbox.put) for each in requests]
-            printer = AnswerPrinter(cli, selection.files, pending, printing, record, choice, recorder.session_id)
+            printing = _printing(flags, shows_thoughts=selection.settings.show_thoughts)
+            printer = AnswerPrinter(cli, selection.files, pending, printing, record, choice, recorder.session_id, tried)
             chosen = printer.print(streams, inbox, answers)
         if any(answer.finished is not None and answer.finished.finish_reason == "cancelled" for answer in answers):
             raise typer.Exit(cli.interrupts.exit_code or 130)
         if form is None:
             _warn_of_cut(cli, engine, chosen, sampling)
     return chosen
+
+
+def _printing(flags: Mapping[str, Any], *, shows_thoughts: bool) -> Printing:
+    return Printing(
+        as_json=flags["json"],
+        as_events=flags["jsonl"],
+        streams=not flags["no_stream"],
+        statistics=flags["stats"],
+        logprobs=flags["logprobs"] is not None,
+        shows_thoughts=shows_thoughts,
+    )
 
 
 def _warn_of_cut(cli: CliContext, engine: LoadedEngine, answers: Sequence[Answer], sampling: SamplingParams) -> None:
