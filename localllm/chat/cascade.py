@@ -14,7 +14,7 @@ from typing import Any
 from localllm.chat.context import is_cut_by_context
 from localllm.engine.events import FinishedEvent
 
-DEFAULT_ACCEPT = 0.8
+DEFAULT_ACCEPT = 0.7
 
 
 @dataclass(frozen=True)

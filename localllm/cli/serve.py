@@ -15,6 +15,7 @@ import typer
 
 from localllm.cli import options
 from localllm.cli.addresses import address_of, tell_addresses
+from localllm.cli.cascade import CASCADE_OPTIONS, CascadeFlags, cascade_of
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.load_progress import LoadLine
 from localllm.cli.options import choice, number, option, refuse_together, setting_flags, takes
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
 
     from localllm.runtime.engine_handle import EngineHandle
     from localllm.runtime.engine_process import Caps, Foreseen
-    from localllm.runtime.model_pool import LaunchEngine
+    from localllm.runtime.model_pool import LaunchEngine, ModelPool
     from localllm.server.guard import Admission
     from localllm.server.model_server import ModelServer
 
 DEFAULT_HOST, DEFAULT_PORT, OLLAMA_PORT = "127.0.0.1", 8420, 11434
 DEFAULT_PARALLEL, DEFAULT_QUEUE = 8, 64
+CASCADE = "cascade"  # the name by which requests ask for it
 _ADDRESS, _ACCESS, _MODELS, _REPLICAS = "Address", "Who may ask", "Models", "Several GPUs or machines"  # in the help
 # What a flag's value must match, in words too, and an example.
 _HOST = r"[A-Za-z0-9._-]+(:\d{1,5})?", "it must be a name, or a name and a port", "box.local"
@@ -191,6 +193,7 @@ SERVE_EXAMPLES = """Examples:
         group=ANSWER,
         is_basic=True,
     ),
+    *CASCADE_OPTIONS,
     SamplingSettings,
     EngineConfig,
 )
@@ -202,7 +205,16 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     """
     cli = cli_context(context)
     require_sense(flags)
-    selection = select_or_pull(cli, flags["model"], flags)
+    cascade = cascade_of(flags)
+    if cascade is None:
+        selection = select_or_pull(cli, flags["model"], flags)
+    else:
+        selection = cascade.select(flags["model"], lambda name: select_or_pull(cli, name, flags))[0]
+        if is_preset(CASCADE):
+            why, fix = "requests for that name are for the cascade", Fix.command("preset", "delete", CASCADE)
+            raise UsageError(f"a preset is called {CASCADE}", why=why, fix=fix)
+        flags["also"] = [*cascade.names[1:], *(flags["also"] or ())]
+        flags["alias"] = [CASCADE, *(flags["alias"] or ())]
     if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     for alias in filter(is_preset, flags["alias"] or ()):
@@ -222,14 +234,20 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
         raise UsageError("a server's context cannot grow", why=why, fix=Fix.flag("--overflow", "evict"))
     port = DEFAULT_PORT if flags["port"] is None else flags["port"]
     ports = dict.fromkeys([port, *([OLLAMA_PORT] if flags["also_ollama_port"] else [])])
-    _serve(cli, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports))
+    _serve(cli, selection, flags, flags["host"] or DEFAULT_HOST, tuple(ports), cascade)
 
 
-def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host: str, ports: Sequence[int]) -> None:
-    from localllm.runtime.model_pool import ModelPool
-    from localllm.runtime.served_adapters import given_adapters
+def _serve(
+    cli: CliContext,
+    selection: Selection,
+    flags: Mapping[str, Any],
+    host: str,
+    ports: Sequence[int],
+    cascade: CascadeFlags | None = None,
+) -> None:
     from localllm.server.admin_routes import Doors, endpoints
     from localllm.server.app import create_app, create_router
+    from localllm.server.cascade import Cascade
     from localllm.server.http_server import bound, serve
     from localllm.server.model_server import Capacity, ModelServer
 
@@ -247,28 +265,11 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
         if flags["ray"]:
             serve_replicas(cli, selection, flags, capacity, sockets, admission)
             return
-        check(selection)
-        resolved, preset, adapters = load_settings(setting_flags(flags)), selection.preset, given_adapters(selection)
-        # An adapter is used where a request names it: the engine has room for it, and the model is the plain one.
-        room = with_room_for_adapters(selection.settings).adapter_memory
-        has_room = {"adapter_memory": (room, resolved.origins["adapter_memory"])}  # other models have none of these
-        resolved = resolved.overlaid({"adapter": ((), DEFAULT)})
-        selection = replace(selection, resolved=selection.resolved.overlaid({"adapter": ((), DEFAULT), **has_room}))
-        if preset is not None:  # the engine is shared; the preset's other settings are for requests that name it
-            own = preset.over(resolved.overlaid(has_room), {each.name: each for each in fields(EngineConfig)})
-            selection = with_defaults(own, selection.files)
-        pool = ModelPool(
-            selection,
-            resolved,
-            _launch(cli, Opening(keeps_pages=True, parallel=parallel)),
-            preset=None if preset is None else preset.name,
-            aliases=flags["alias"] or (),
-            also=[selected(resolved, word) for word in flags["also"] or ()],
-            adapters=adapters,
-            idle_s=flags["idle_s"],
-            note=cli.output.note,
-        )
-        server = ModelServer(pool, capacity, flags["pooling"] or "mean")
+        pool = _pool(cli, selection, flags, parallel)
+        models = None
+        if cascade is not None:
+            models = Cascade(tuple(flags["alias"]), tuple(pool.models[: len(cascade.names)]), cascade.bar)
+        server = ModelServer(pool, capacity, flags["pooling"] or "mean", models)
         stack.callback(server.close)
         first = _First(cli, server, [address_of(sock) for sock in sockets])
         log = cli.output.note if not flags["quiet"] else lambda _line: None
@@ -280,6 +281,34 @@ def _serve(cli: CliContext, selection: Selection, flags: Mapping[str, Any], host
     if first.failure is not None:
         raise first.failure
     cli.output.note("stopped")
+
+
+def _pool(cli: CliContext, selection: Selection, flags: Mapping[str, Any], parallel: int) -> ModelPool:
+    """Raises what can be known before the model is loaded."""
+    from localllm.runtime.model_pool import ModelPool
+    from localllm.runtime.served_adapters import given_adapters
+
+    check(selection)
+    resolved, preset, adapters = load_settings(setting_flags(flags)), selection.preset, given_adapters(selection)
+    # An adapter is used where a request names it: the engine has room for it, and the model is the plain one.
+    room = with_room_for_adapters(selection.settings).adapter_memory
+    has_room = {"adapter_memory": (room, resolved.origins["adapter_memory"])}  # other models have none of these
+    resolved = resolved.overlaid({"adapter": ((), DEFAULT)})
+    selection = replace(selection, resolved=selection.resolved.overlaid({"adapter": ((), DEFAULT), **has_room}))
+    if preset is not None:  # the engine is shared; the preset's other settings are for requests that name it
+        own = preset.over(resolved.overlaid(has_room), {each.name: each for each in fields(EngineConfig)})
+        selection = with_defaults(own, selection.files)
+    return ModelPool(
+        selection,
+        resolved,
+        _launch(cli, Opening(keeps_pages=True, parallel=parallel)),
+        preset=None if preset is None else preset.name,
+        aliases=flags["alias"] or (),
+        also=[selected(resolved, word) for word in flags["also"] or ()],
+        adapters=adapters,
+        idle_s=flags["idle_s"],
+        note=cli.output.note,
+    )
 
 
 def _launch(cli: CliContext, opening: Opening) -> LaunchEngine:
@@ -368,6 +397,10 @@ class _First:
             return
         room = f"{engine.ctx} tokens of context, {self._server.capacity.parallel} answers at once"
         self._cli.output.note(f"serving {name} ({engine.weights}, {room}) on {where}")
+        if (cascade := self._server.cascade) is not None:
+            first, *others = (each.name for each in cascade.models)
+            rest = f"{first} where its confidence is {cascade.bar.accept:g} or more, else by {', then '.join(others)}"
+            self._cli.output.note(f"requests for {' or '.join(cascade.names)} are answered by {rest}")
         if adapters := self._server.pool.adapters.given_to(served):
             names = ", ".join(f"{served.name}:{each.files.name}" for each in adapters)
             self._cli.output.note(f"requests may name its adapters: {names}")

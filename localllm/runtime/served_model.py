@@ -111,6 +111,10 @@ class AskedModel:
         name = self.served.name if preset is None else preset.name
         return f"{name}:{self.adapter}" if self.adapter else name
 
+    def shown(self, given: str | None) -> str:
+        """Return the name in a reply. given: as the request has it."""
+        return given or self.name
+
     def with_adapter(self, adapter: str, text: str) -> AskedModel:
         """Return the model with an adapter in place of those of its settings. text: as the setting has it."""
         resolved = self.selection.resolved.overlaid({"adapter": ((text,), Origin("flag", adapter))})

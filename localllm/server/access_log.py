@@ -97,6 +97,8 @@ class AccessLog:
             found = (path for pattern, path in self._paths if pattern.match(scope["path"]))
             endpoint = next(found, "(no such address)")
             self._metrics.count_request(endpoint, status or 500)
-            failure, ignored = scope.get("state", {}).get("failure", ""), ignored and f"ignored={ignored}"
+            state, ignored = scope.get("state", {}), ignored and f"ignored={ignored}"
+            failure, cascade = state.get("failure", ""), state.get("cascade", "")
+            cascade = cascade and f"cascade={cascade}"
             rest = f"{time.perf_counter() - started:.3f} s {request_id}"
-            self._log(" ".join(filter(None, [method, endpoint, str(status or 500), failure, ignored, rest])))
+            self._log(" ".join(filter(None, [method, endpoint, str(status or 500), failure, cascade, ignored, rest])))

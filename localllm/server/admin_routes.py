@@ -79,8 +79,8 @@ def endpoints(urls: list[str], stop: Callable[[], None]) -> tuple[Endpoint, ...]
 
 async def find(call: ApiCall, body: ModelBody) -> JsonReply:
     """Find one of the server's own models: others on this disk are found without it. Raises RequestError."""
-    served = call.pool.known(body.model or "")
-    if served is None:
+    served, cascade = call.pool.known(body.model or ""), call.server.cascade
+    if served is None or (cascade is not None and cascade.has(body.model)):
         raise RequestError(404, "the server has no model of that name", name="model_not_found", param="model")
     return JsonReply({"name": served.selection.model_name})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,12 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from localllm.server import anthropic, ollama, openai, system_routes
 from localllm.server.access_log import IGNORED_HEADER, AccessLog, Log, Metrics
-from localllm.server.bodies import ignored_fields, read_body
+from localllm.server.bodies import Body, ignored_fields, read_body
+from localllm.server.cascade import HEADER, UnsureError, tried_text
 from localllm.server.endpoint import OPENAPI_PATH, ApiCall, Endpoint, document
 from localllm.server.errors import ClientGoneError, RequestError
 from localllm.server.guard import Admission, Guard
 from localllm.server.model_server import ModelServer
-from localllm.server.replies import JsonReply, error_reply, unless_gone
+from localllm.server.replies import EVENT_STREAM, JsonReply, error_reply, soon_or_late, unless_gone
 from localllm.server.web_page import PAGE_PATH, WebPage
 
 ENDPOINTS: tuple[Endpoint, ...] = (*openai.ENDPOINTS, *anthropic.ENDPOINTS, *ollama.ENDPOINTS, *system_routes.ENDPOINTS)
@@ -88,9 +90,27 @@ class _Address:
             what, why = "this path does not support the method", f"{request.method[:20]}; it knows {allowed}"
             raise RequestError(405, what, why=why, name="method_not_allowed", headers={"allow": allowed})
         body = None if endpoint.body is None else await read_body(request, endpoint.body)
-        reply = await unless_gone(request.receive, endpoint.handle(ApiCall(request, self._server), body))
+        cascade, work = self._server.cascade, self._answered(endpoint, request, body)
+        if cascade is not None and endpoint.stream_type == EVENT_STREAM and cascade.streams(body):
+            work = soon_or_late(work, endpoint.path)
+        reply = await unless_gone(request.receive, work)
         if body is not None and (ignored := ignored_fields(body)):
             reply.headers[IGNORED_HEADER] = ", ".join(ignored)
+        return reply
+
+    async def _answered(self, endpoint: Endpoint, request: Request, body: Body | None) -> Response:
+        """Return the reply; of a cascade, that of the first model that is sure."""
+        call = ApiCall(request, self._server)
+        try:
+            while True:
+                with suppress(UnsureError):
+                    reply = await endpoint.handle(call, body)
+                    break
+        finally:
+            if asked := tried_text(call.tried):
+                request.scope.setdefault("state", {})["cascade"] = asked
+        if asked:
+            reply.headers[HEADER] = asked
         return reply
 
     def _no_address(self, method: str, path: str) -> RequestError:

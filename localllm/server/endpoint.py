@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localllm.chat.cascade import Tried
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.bodies import Body, ReplyBody
@@ -27,10 +28,11 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True)
 class ApiCall:
-    """A request that was admitted."""
+    """A request that was admitted. tried: the models of a cascade that were asked."""
 
     request: Request
     server: ModelServer
+    tried: list[Tried] = field(default_factory=list)
 
     @property
     def pool(self) -> ModelPool:
@@ -42,7 +44,7 @@ class ApiCall:
 
     async def asked(self, name: str | None, keep_alive: KeepAlive = None) -> AskedModel:
         """As `model`, with the settings that its name stands for."""
-        return await self.server.asked(name, keep_seconds(keep_alive))
+        return await self.server.asked(name, keep_seconds(keep_alive), self.tried)
 
 
 Handler = Callable[[ApiCall, Any], Awaitable[Response]]

@@ -56,7 +56,7 @@ class GenerationRequest:
     said: the beginning of the answer
     grammar: of the answer
     tools: that the answer may call
-    prompt_logprobs, reads_only, adapters: as `Request` has them
+    prompt_logprobs, reads_only, is_scored, adapters: as `Request` has them
     prompt_field, effort_field, grammar_field: their names in the dialect, for errors
     """
 
@@ -75,6 +75,7 @@ class GenerationRequest:
     tools: Toolset | None = None
     prompt_logprobs: int | None = None
     reads_only: bool = False
+    is_scored: bool = False
     adapters: tuple[AdapterRef, ...] = ()
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
@@ -168,7 +169,7 @@ def _engine_request(request: GenerationRequest, ids: tuple[int, ...], ctx: int, 
         grammar=request.grammar,
         priority=request.priority,
         pooling=request.pooling,
-        is_scored=best_of.best_of > request.n,
+        is_scored=request.is_scored or best_of.best_of > request.n,
         prompt_logprobs=request.prompt_logprobs,
         reads_only=request.reads_only,
         adapters=request.adapters,

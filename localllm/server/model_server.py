@@ -18,6 +18,7 @@ from localllm.errors import EngineGoneError, Fix, GrammarError, LocalLLMError, T
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.access_log import Metrics
+from localllm.server.cascade import Cascade, CascadeStage
 from localllm.server.errors import RequestError, busy
 from localllm.server.generation_request import (
     GenerationRequest,
@@ -35,6 +36,7 @@ from localllm.text.grammar.definition import defined
 from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
+    from localllm.chat.cascade import Tried
     from localllm.engine.engine_info import LoadedEngine
     from localllm.engine.request import AdapterRef, Pooling
     from localllm.runtime.engine_handle import EngineHandle
@@ -115,10 +117,14 @@ def _keep(known: dict[Hashable, Any], key: Hashable, value: object, most: int) -
 
 
 class ModelServer:
-    """A pool of models, and how much is asked of each at once. pooling: how embeddings are pooled."""
+    """A pool of models, and how much is asked of each at once. pooling: how embeddings are pooled. cascade: of some of
+    the models, where there is one."""
 
-    def __init__(self, pool: ModelPool, capacity: Capacity, pooling: Pooling = "mean") -> None:
+    def __init__(
+        self, pool: ModelPool, capacity: Capacity, pooling: Pooling = "mean", cascade: Cascade | None = None
+    ) -> None:
         self.pool = pool
+        self.cascade = cascade
         self.capacity = capacity
         self.pooling: Pooling = pooling
         self.metrics = Metrics()
@@ -131,10 +137,18 @@ class ModelServer:
         await self.make_ready(model, keep_s)
         return model
 
-    async def asked(self, name: str | None, keep_s: float | None = None) -> AskedModel:
-        """As `model`, with the settings that its name stands for. Raises RequestError, too, for a preset that wants
-        another engine than the model's."""
-        asked = await self.pool.asked(name)
+    async def asked(self, name: str | None, keep_s: float | None, tried: list[Tried]) -> AskedModel:
+        """As `model`, with the settings that its name stands for. tried: as `Cascade.stage` has it.
+
+        Raises RequestError, too, for a preset that wants another engine than the model's.
+        """
+        if self.cascade is not None and self.cascade.has(name):
+            asked: AskedModel = self.cascade.stage(tried)
+        elif self.cascade is not None and self.cascade.has((name or "").partition(":")[0]):
+            what, why = "a cascade takes no adapter", "an adapter fits one model"
+            raise RequestError(400, what, why=why, param="model", name="unsupported_value")
+        else:
+            asked = await self.pool.asked(name)
         await self.make_ready(asked.served, keep_s)
         await refuse_other_engine(asked)
         return asked
@@ -167,7 +181,13 @@ class ModelServer:
         return give_back
 
     async def ask(self, asked: AskedModel, *requests: GenerationRequest) -> GenerationStream:
-        """Begin to answer all requests, or none. Raises RequestError where too many wait, and what `prepare` does."""
+        """Begin to answer all requests, or none. Raises RequestError where too many wait, what `prepare` does, and
+        UnsureError."""
+        if isinstance(asked, CascadeStage):
+            return await asked.answer(partial(self._ask, asked), requests)
+        return await self._ask(asked, *requests)
+
+    async def _ask(self, asked: AskedModel, *requests: GenerationRequest) -> GenerationStream:
         model, preset = asked.served, asked.selection.preset
         adapters = await self.adapters_of(asked)
         places = self.take_places(model, sum(each.best_of.rows(each.n) for each in requests))

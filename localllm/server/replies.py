@@ -7,7 +7,7 @@ import contextlib
 import json
 import operator
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -141,9 +141,9 @@ class StreamReply(Response):
         media_type: str,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._pieces = pieces
-        self._failed = failed
-        self._close = close
+        self.pieces = pieces
+        self.failed = failed
+        self.close = close
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -153,18 +153,55 @@ class StreamReply(Response):
         async def send_all() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for piece in self._pieces:
+                async for piece in self.pieces:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             except Exception as error:
                 failure = failure_of(error)
                 note_failure(scope, failure)
-                await send({"type": "http.response.body", "body": self._failed(failure), "more_body": True})
+                await send({"type": "http.response.body", "body": self.failed(failure), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
             await unless_gone(receive, send_all())
         finally:
-            self._close()
+            self.close()
+
+
+async def soon_or_late(work: Coroutine[Any, Any, Response], path: str) -> Response:
+    """Return the reply of the work; where it takes long, a stream that gives signs of life until the reply, a stream,
+    goes on with it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=SILENCE_S)
+    except BaseException:
+        task.cancel()
+        raise
+    if task.done():
+        return await task
+    began: list[StreamReply] = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        while not task.done():
+            yield AnswerWriter.ping
+            await asyncio.wait({task}, timeout=SILENCE_S)
+        reply = await task
+        assert isinstance(reply, StreamReply)
+        began.append(reply)
+        async for piece in reply.pieces:
+            yield piece
+
+    def failed(failure: Failure) -> bytes:
+        dialect = dialect_of(path)
+        plain = event(body_of(failure, dialect), "error" if dialect == "anthropic" else None)
+        return began[0].failed(failure) if began else plain
+
+    def close() -> None:
+        if not task.cancel() and not task.cancelled() and task.exception() is None:
+            reply = task.result()
+            assert isinstance(reply, StreamReply)
+            reply.close()
+
+    return StreamReply(pieces(), failed, close, EVENT_STREAM)
 
 
 async def replied(answers: GenerationStream, writer: AnswerWriter, *, is_streamed: bool | None) -> Response:
@@ -204,12 +241,8 @@ async def _streamed(answers: GenerationStream, writer: AnswerWriter) -> StreamRe
 
 async def collected(answers: GenerationStream) -> list[Delta]:
     """Return all of each answer. Raises what ends them."""
-    wholes = [Delta() for _ in answers.prepared.requests]
     try:
-        async for news in answers.deltas():
-            if news is not None:
-                wholes[news[0]].add(news[1])
-        return wholes
+        return await answers.wholes()
     finally:
         answers.close()
 

@@ -124,6 +124,7 @@ class GenerationStream:
         self.prepared = prepared
         self._closed = closed
         self._ended = ended
+        self._kept: Delta | None = None
         self._renewed: Callable[[], Awaitable[EngineHandle]] | None = renewed
         try:
             self._submit(handle)
@@ -147,6 +148,9 @@ class GenerationStream:
     async def deltas(self, silence_s: float | None = None) -> AsyncIterator[tuple[int, Delta] | None]:
         """Yield (index of the answer, delta) to the end of all; None where nothing came for so long. Raises what broke
         the engine, and the error that ended an answer."""
+        if self._kept is not None:
+            yield 0, self._kept
+            return
         num_open = len(self._streams)
         while num_open:
             try:
@@ -171,6 +175,19 @@ class GenerationStream:
                         why = "the server is shutting down, or the model was unloaded by hand"
                         raise RequestError(503, "the answer was stopped", why=why, name="shutting_down")
                 yield index, delta
+
+    async def wholes(self) -> list[Delta]:
+        """Return all of each answer. Raises as `deltas`."""
+        found = [Delta() for _ in self.prepared.requests]
+        async for news in self.deltas():
+            if news is not None:
+                found[news[0]].add(news[1])
+        return found
+
+    def keep(self, index: int, answer: Delta) -> None:
+        """Have `deltas` yield this answer, which is whole, as the only one."""
+        self.prepared = replace(self.prepared, requests=(self.prepared.requests[index],))
+        self._kept = answer
 
     def close(self) -> None:
         """Call once, also where all answers have ended."""

@@ -97,7 +97,7 @@ def test_text_alone_is_printed_and_who_said_it_is_told_with_stats(run: Callable[
     quiet = run("unsure,sure")
     assert quiet.out.decode() == SURE + "\n" and not quiet.err
     err = run("unsure,sure", *PROMPT, "--stats").err
-    assert "unsure is not sure: confidence 0." in err and "0.8 is enough" in err
+    assert "unsure is not sure: confidence 0." in err and "0.7 is enough" in err
     assert "sure has answered: confidence 1.00" in run("sure,unsure", *PROMPT, "--stats").err
 
 

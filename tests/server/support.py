@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from localllm import hub
+from localllm.chat.cascade import Bar
 from localllm.config import ResolvedSettings, load_settings
 from localllm.engine.engine import Engine
 from localllm.hub.adapters import locate_adapter
@@ -29,6 +30,7 @@ from localllm.runtime.served_model import ServedModel
 from localllm.server.admin_routes import Doors
 from localllm.server.admin_routes import endpoints as local_endpoints
 from localllm.server.app import create_app, create_router
+from localllm.server.cascade import Cascade
 from localllm.server.guard import Admission, key_digest
 from localllm.server.http_server import bound, serve
 from localllm.server.model_server import Capacity, ModelServer
@@ -162,14 +164,15 @@ def running(
     also: Sequence[Path] = (),
     preset: str | None = None,
     adapters: Sequence[Path] = (),
+    cascade: Bar | None = None,
     idle_s: float | None = None,
     with_metrics: bool = True,
     send_bytes: int | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """load: how the engine comes to be; None: as `localllm serve` has it, but on a thread of this process unless
-    `in_processes`. also: folders of other models. send_bytes: that the system keeps of what a
-    client has not taken."""
+    `in_processes`. also: folders of other models. cascade: what answers of the model must pass, where it and those
+    answer to the aliases together. send_bytes: that the system keeps of what a client has not taken."""
     capacity = capacity or Capacity()
     resolved: ResolvedSettings = load_settings(settings, environ={})
     selection = with_defaults(resolved, hub.locate(str(model)))
@@ -190,7 +193,8 @@ def running(
     given = [(locate_adapter(str(folder)), 1.0) for folder in adapters]
     named = {"preset": preset, "aliases": aliases, "also": others, "adapters": given}
     pool = ModelPool(selection, resolved, launch, **named, idle_s=idle_s, note=log.append)  # type: ignore[arg-type]
-    server = ModelServer(pool, capacity)
+    models = None if cascade is None else Cascade(tuple(aliases), tuple(pool.models), cascade)
+    server = ModelServer(pool, capacity, cascade=models)
     sock = bound("127.0.0.1", 0)
     if send_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)

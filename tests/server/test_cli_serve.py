@@ -11,6 +11,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +72,20 @@ def serving(home: Path, *arguments: str, **variables: str) -> Iterator[Served]:
             yield Served(process)
         finally:
             process.kill()
+
+
+def test_a_cascade_whose_models_have_no_room_beside_each_other_answers(home: Path, model: Path) -> None:
+    with serving(home, "--cascade", f"tiny,{model}", "--accept", "1", "--ram", "600MiB") as served:
+        told = served.wait_for("requests for cascade")
+        assert f"answered by tiny where its confidence is 1 or more, else by {model.name}" in told
+
+        def answered(_number: int) -> Any:
+            return json.load(served.ask("/v1/chat/completions", {"model": "cascade", "messages": OWL, "max_tokens": 4}))
+
+        assert answered(0)["model"] == model.name
+        with ThreadPoolExecutor(2) as threads:
+            assert [reply["model"] for reply in threads.map(answered, range(2))] == [model.name] * 2
+        assert served.wait_for(f"{model.name} makes room for tiny")
 
 
 def test_it_answers_until_ctrl_c_and_a_stream_ends_with_a_word(home: Path) -> None:

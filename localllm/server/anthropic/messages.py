@@ -104,7 +104,7 @@ async def messages(call: ApiCall, body: MessagesBody) -> Response:
     sampling = overlaid(asked.sampling(), {**given, "stop": body.stop_sequences or None})
     answers = await call.server.ask(asked, replace(request_of(body), sampling=sampling, evicts=asked.evicts))
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    name, num_prompt_tokens = body.model or asked.name, answers.num_prompt_tokens
+    name, num_prompt_tokens = asked.shown(body.model), answers.num_prompt_tokens
     writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
     return await replied(answers, writer, is_streamed=body.stream)
 

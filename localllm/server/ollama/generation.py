@@ -221,7 +221,7 @@ async def _load_only(call: ApiCall, body: OllamaGenerationBody) -> JsonReply:
         await call.pool.residents.leave(asked.served)
     else:
         asked, reason = await call.asked(body.model, body.keep_alive), "load"
-    name, created_at, is_chat = body.model or asked.name, time_text(), isinstance(body, OllamaChatBody)
+    name, created_at, is_chat = asked.shown(body.model), time_text(), isinstance(body, OllamaChatBody)
     text = {"message": OllamaReplyMessage()} if is_chat else {"response": ""}
     return JsonReply({"model": name, "created_at": created_at, **text, "done": True, "done_reason": reason})
 
@@ -254,7 +254,7 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     )
     tokenizer = asked.engine().tokenizer  # an engine that breaks has none
     answers = await call.server.ask(asked, request)
-    writer = OllamaWriter(body.model or asked.name, is_chat, tokenizer, most_logprobs, started_ns, load_ns)
+    writer = OllamaWriter(asked.shown(body.model), is_chat, tokenizer, most_logprobs, started_ns, load_ns)
     return await replied(answers, writer, is_streamed=body.stream is not False)
 
 

@@ -202,7 +202,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
             grammar_field=grammar_field,
         ),
     )
-    head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": body.model or asked.name}
+    head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": asked.shown(body.model)}
     writer = ChatWriter(head, answers, body, best_of, tokenizer, most_logprobs)
     return await replied(answers, writer, is_streamed=body.stream)
 

@@ -110,7 +110,7 @@ async def completions(call: ApiCall, body: CompletionBody) -> Response:
     except BaseException:  # the client has gone, or the engine
         answers.close()
         raise
-    head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": body.model or asked.name}
+    head: dict[str, Any] = {"id": new_id("cmpl-"), "created": int(time.time()), "model": asked.shown(body.model)}
     writer = CompletionWriter(head, answers, body.stream_options, tokens, best_of, n)
     return await replied(answers, writer, is_streamed=body.stream)
 

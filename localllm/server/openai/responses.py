@@ -259,7 +259,7 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     more: dict[str, Any] = {"priority": body.priority, "grammar": grammar, "grammar_field": grammar_field}
     request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", **more)
     answers = await call.server.ask(asked, request)
-    head = head_of(body, body.model or asked.name, truncation, sampling.temperature, sampling.top_p)
+    head = head_of(body, asked.shown(body.model), truncation, sampling.temperature, sampling.top_p)
     return await replied(answers, ResponseWriter(head, tokenizer, most), is_streamed=body.stream)
 
 
