@@ -97,10 +97,16 @@ def test_what_refuses_a_stream_that_has_begun_is_its_end(unsure_first: Running, 
     assert data[-1]["error"]["message"]
 
 
-def test_who_leaves_while_the_first_model_answers_ends_it(unsure_first: Running, connect: Connect) -> None:
+@pytest.mark.parametrize("silence_s", [15, 0.001])
+def test_who_leaves_while_the_first_model_answers_ends_it(
+    unsure_first: Running, connect: Connect, monkeypatch: Patch, silence_s: float
+) -> None:
+    monkeypatch.setattr(replies, "SILENCE_S", silence_s)
     before = num_cancelled(unsure_first)
     client = connect(unsure_first)
     client.post(CHAT, {**BODIES[CHAT], "max_tokens": 400, "model": "cascade", "stream": True})
+    if silence_s < 1:
+        assert client.read_until(b": ping")
     wait_for(lambda: not unsure_first.is_idle)
     client.close()
     assert "499" in unsure_first.line_with("499")
