@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.page_choice import PageBounds, PageChoice
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.state_shapes import StatePlace
 from localllm.layers.low_rank import AppliedAdapter
@@ -87,6 +88,13 @@ class KVStore(Protocol):
     def layouts_of(self, layer: int) -> tuple[PageLayout, PageLayout | None]:
         """Return the layouts of a layer's dense pages and of its coded ones."""
 
+    @property
+    def choice(self) -> PageChoice | None:
+        """Return by what tokens choose the pages that they attend to; None where they attend to all."""
+
+    def bounds(self, group: int) -> PageBounds:
+        """Return the bounds of a group's pages, by which tokens choose."""
+
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
         """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
 
@@ -111,6 +119,12 @@ class Segment:
     kv: KVStore
     past: int
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether a token of them chooses the pages that it attends to."""
+        choice = self.kv.choice
+        return choice is not None and self.past + self.end - self.begin > choice.first_position
 
     @property
     def changes_state(self) -> bool:

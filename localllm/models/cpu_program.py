@@ -20,7 +20,7 @@ from localllm.kernels.cpu_expert_room import COMBINE_STEP, GROUP_STEP, ExpertRoo
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Step
-from localllm.kernels.cpu_paged import AttentionRoom, Layouts
+from localllm.kernels.cpu_paged import AttentionRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.adapted import add_to_embedding, add_to_logits
@@ -31,7 +31,7 @@ from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
 from localllm.layers.rwkv7 import FIRST_VALUES, Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.models.capabilities import fills_vectors
-from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
+from localllm.models.cpu_buffers import AttendingKey, Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import has_native_matrices, packed_matrix, packed_parts
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
@@ -43,9 +43,8 @@ from localllm.quant.dense import dense_name
 
 _ADAPTED_TAPES = 32  # that are kept: one for each set of layers that adapters change, and number of rows
 
-_AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
 _TapeKey = tuple[
-    int, frozenset[str], tuple[_AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
+    int, frozenset[str], tuple[AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
 ]
 
 
@@ -261,8 +260,7 @@ class CpuProgram:
         # A tape points at the attention's room, which is another one where it had to grow.
         experts = None if room.experts is None else room.experts.room(room.activations.rows)
         rows = room.activations.block_rows
-        attending = tuple(each.key for each in room.attending.values())
-        key = (rows, room.low_rank.changed, attending, experts, room.states, room.rooms)
+        key = (rows, room.low_rank.changed, room.attending_keys, experts, room.states, room.rooms)
         if key not in self._tapes:
             if room.low_rank.changed and sum(bool(kept[1]) for kept in self._tapes) >= _ADAPTED_TAPES:
                 self._tapes = {kept: tape for kept, tape in self._tapes.items() if not kept[1]}
