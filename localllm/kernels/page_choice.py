@@ -15,9 +15,8 @@ from torch import Tensor
 
 from localllm.kernels.sizes import BOUND_BYTES as BOUND_BYTES
 from localllm.kernels.sizes import BOUND_PAGES as BOUND_PAGES
-from localllm.kernels.sizes import PAGE_TOKENS, KVShape, bound_bytes
-
-FIXED_PAGES = 3  # the first, the one before the own, the own
+from localllm.kernels.sizes import FIXED_PAGES as FIXED_PAGES
+from localllm.kernels.sizes import PAGE_TOKENS, KVShape, attended_tokens, bound_bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class PageChoice:
     @property
     def first_position(self) -> int:
         """The first position at which there is something to choose."""
-        return max(self.first_token, (self.pages + FIXED_PAGES) * PAGE_TOKENS)
+        return max(self.first_token, attended_tokens(self.pages) or 0)
 
 
 class PageBounds:

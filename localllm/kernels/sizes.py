@@ -28,6 +28,7 @@ BOUND_PAGES, BOUND_BYTES = (
     16,
     2,
 )  # whose bounds lie side by side; of one of the two bounds of a feature, see `page_choice`
+FIXED_PAGES = 3  # that are attended to beside chosen ones: the first, the one before the own, the own
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 
 # Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
@@ -154,6 +155,11 @@ class KVShape:
 def bound_bytes(shape: KVShape, pages: int) -> int:
     """Return the bytes of the bounds of so many pages of one layer."""
     return pages * shape.num_heads * shape.head_dim * 2 * BOUND_BYTES
+
+
+def attended_tokens(chosen_pages: int | None) -> int | None:
+    """Return to how many tokens one attends, at most, that chooses so many pages; None: to all."""
+    return None if chosen_pages is None else (chosen_pages + FIXED_PAGES) * PAGE_TOKENS
 
 
 def most_blocks(pairs: int, num_experts: int, block_rows: int) -> int:

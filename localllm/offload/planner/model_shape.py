@@ -75,6 +75,8 @@ class ModelShape:
     state_bytes: int  # of a token that waits between two blocks while others pass
     logits_bytes: int  # of one token
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
+    bound_bytes_per_token: int = 0  # of these, what tokens choose by that do not attend to all before them
+    chosen_tokens: int | None = None  # that a token of an answer attends to, at most; None: all
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     kv_layers: int = 1  # that have keys and values
     resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
@@ -111,6 +113,13 @@ class ModelShape:
     def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
         """Return how many of so many tokens rest on the disk."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
+
+    def attended_bytes(self, depth: int) -> int:
+        """Return the bytes of keys and values that a token of an answer reads behind so many others."""
+        if self.chosen_tokens is None or depth <= self.chosen_tokens:
+            return depth * (self.kv_bytes_per_token - self.bound_bytes_per_token)
+        kept = self.kv_bytes_per_token - self.bound_bytes_per_token
+        return self.chosen_tokens * kept + depth * self.bound_bytes_per_token
 
     @property
     def lm_head(self) -> BlockShape:
