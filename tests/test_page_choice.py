@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -117,7 +118,7 @@ FROM = 200  # in the fourth page, from where on tokens choose; one of those betw
 
 
 def sequence(model: str, kv: str) -> PagedKV:
-    made = new_kv_pages(decoder(model), KV_FORMATS[kv], 1).new(len(IDS))
+    made = new_kv_pages(decoder(model), KV_FORMATS[kv], chosen_pages=1).new(len(IDS))
     made.attend_from = FROM
     return made
 
@@ -180,6 +181,16 @@ def test_beams_choose_as_answers_do():
     (all_pages,) = answered(chosen_engine(None), Request(tuple(IDS[:380]), params(20), beams=2))
     (narrow,) = answered(chosen_engine(1), Request(tuple(IDS[:380]), params(20), beams=2))
     assert wide.token_ids == all_pages.token_ids != narrow.token_ids
+
+
+def test_pages_on_the_disk_are_chosen_alike():
+    found = []
+    for offload in ("off", "keep:256"):
+        config = EngineConfig(attend="top:2", kv_offload=offload, ctx=1024, weights="int8", speculate="off")
+        with closing(Engine.load("tiny", config)) as engine:
+            found.append(generated(engine, [each + 50 for each in IDS * 2][:700], 80))
+            assert (engine.residency.stream_clock.bytes_read > 0) == (offload != "off")
+    assert found[0] == found[1]
 
 
 def test_perplexity_is_that_of_tokens_which_choose():

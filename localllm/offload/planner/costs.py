@@ -181,7 +181,7 @@ class Costs:
 
     def _pages_s(self, num_tokens: int) -> float:
         """Return the seconds in which the disk gives the keys and values of so many tokens."""
-        num_bytes = num_tokens * self.shape.kv_bytes_per_token
+        num_bytes = num_tokens * self.shape.page_bytes_per_token
         return num_bytes / self.rates.disk_gbs / 1e9 * self.corrections.of(self._term("step", "disk"))
 
     def _missed_s(self, rows: int) -> float:

@@ -102,7 +102,7 @@ class ModelShape:
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         """Return the memory of so many tokens of all sequences together. Those on the disk pass through a ring that has
         room for two layers."""
-        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.kv_bytes_per_token
+        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
         return (
             num_tokens * self.kv_bytes_per_token
             - spilled_bytes
@@ -114,12 +114,16 @@ class ModelShape:
         """Return how many of so many tokens rest on the disk."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
 
+    @property
+    def page_bytes_per_token(self) -> int:
+        """Return the bytes of a token's keys and values alone."""
+        return self.kv_bytes_per_token - self.bound_bytes_per_token
+
     def attended_bytes(self, depth: int) -> int:
-        """Return the bytes of keys and values that a token of an answer reads behind so many others."""
+        """Return the bytes that a token of an answer reads of so many others."""
         if self.chosen_tokens is None or depth <= self.chosen_tokens:
-            return depth * (self.kv_bytes_per_token - self.bound_bytes_per_token)
-        kept = self.kv_bytes_per_token - self.bound_bytes_per_token
-        return self.chosen_tokens * kept + depth * self.bound_bytes_per_token
+            return depth * self.page_bytes_per_token
+        return self.chosen_tokens * self.page_bytes_per_token + depth * self.bound_bytes_per_token
 
     @property
     def lm_head(self) -> BlockShape:
