@@ -88,11 +88,14 @@ def _store_bounds(k: Kernel, rows: list[list[Value]], column: Value) -> None:
 def choose_source(head_dim: int) -> Kernel:
     """q fp32 [T, stride] rotated and scaled; tokens: see `cpu_rope`; choices: int64 [T, 4], see CHOICE_WORDS. chosen:
     the words of tokens as the attention is to read them, for one key head after the other, `chosen_stride` bytes apart.
+    tables: int64, the addresses of what those attend to.
 
     keys: room for `keys_stride` bytes of each thread, 4 for each page of the longest sequence in whole blocks.
     sequences, shape, layer: as in `bounds_source`, whose step has made the bounds. group: query heads a key head.
     """
-    words = "q tokens choices chosen keys sequences shape | kv_heads group stride layer chosen_stride keys_stride"
+    words = (
+        "q tokens choices chosen tables keys sequences shape | kv_heads group stride layer chosen_stride keys_stride"
+    )
     k = Kernel("choose", words)
     a = k.arg
     keys = a.keys.at(k.thread * a.keys_stride)
@@ -115,7 +118,8 @@ def choose_source(head_dim: int) -> Kernel:
             position, count = source.at(24).load(I64, 8), choice["pages"].load(I64, 8)
             newest = position / PAGE_TOKENS - 1
             _score(k, q, head_dim, bounds, newest, keys)
-            table = choice["table"].load(PTR, 8).at(kv_head * (count + FIXED_PAGES) * 8)
+            first = choice["table"].load(I64, 8) * a.kv_heads + kv_head * (count + FIXED_PAGES)
+            table = a.tables.at(first * 8)
             _write_table(k, keys, newest, count, source.load(PTR, 8), table)
             target.store(table, 8)
             target.at(24).store((count + (FIXED_PAGES - 1)) * PAGE_TOKENS + position % PAGE_TOKENS, 8)

@@ -25,8 +25,8 @@ Layouts = tuple[PageLayout, PageLayout | None]  # of dense pages, and of coded o
 
 @dataclass(frozen=True)
 class ChosenPages:
-    """What tokens need that choose the pages they attend to. choices: see CHOICE_WORDS, but that a table is only told
-    from others by its pages' places among those of all; sequences: see BOUND_WORDS; threads: that choose, at most."""
+    """What tokens need that choose the pages they attend to. choices: see CHOICE_WORDS; sequences: see BOUND_WORDS;
+    threads: that choose, at most."""
 
     choices: Words
     sequences: Words
@@ -82,11 +82,9 @@ class ChoiceRoom:
         )
 
     def place(self, chosen: ChosenPages) -> None:
-        first = self._tables.data_ptr()
-        choices = [(*words, first + 8 * self._kv_heads * table) for *words, table in chosen.choices]
-        self._choices[: len(choices)] = torch.tensor(choices)
+        self._choices[: len(chosen.choices)] = torch.tensor(chosen.choices)
         self._sequences[: len(chosen.sequences)] = torch.tensor(chosen.sequences)
-        self._shape[:] = torch.tensor((len(choices), len(chosen.sequences)))
+        self._shape[:] = torch.tensor((len(chosen.choices), len(chosen.sequences)))
 
     @property
     def token_stride(self) -> int:
@@ -104,6 +102,7 @@ class ChoiceRoom:
             tokens=place.tokens,
             choices=self._choices,
             chosen=self.tokens,
+            tables=self._tables,
             keys=self._keys,
             group=place.num_heads // self._kv_heads,
             stride=place.stride,

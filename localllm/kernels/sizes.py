@@ -35,8 +35,8 @@ CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 # as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
 TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
 # Of each token, where some choose the pages that they attend to: the bounds of its sequence's pages, 0 where it attends
-# to all; how many blocks of 16 pages those have; how many it chooses; and where to write, for one key head after the
-# other, the addresses of what it then attends to.
+# to all; how many blocks of 16 pages those have; how many it chooses; and how many pages the tables of a key head have
+# before its own.
 CHOICE_WORDS = ("bounds", "blocks", "pages", "table")
 # Of each sequence that has such tokens: the addresses of its pages, their bounds and how many blocks those have, where
 # it says of each layer how many pages have bounds, and how many must have some now.
