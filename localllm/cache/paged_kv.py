@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -122,6 +122,11 @@ class KVPages:
             own = spill if window is None and layers else None
             return LayerGroup(window, shape, layers, PagePool(dense, homes, ferry), sealed, shared, own)
 
+        slot_pages = 0
+        if spill is not None and chosen_pages is not None:  # most of the memory is for what is chosen, old or new
+            newest = spill.resident_tokens // 4
+            slot_pages = pages_of(spill.resident_tokens - newest)
+            spill = replace(spill, resident_tokens=newest)
         # Where no layer has keys and values, pages without content stand for the tokens that states have taken in.
         self.groups = tuple(map(new_group, layer_groups(windows, shapes) or ((),)))
         # Of each layer: its group, and its number there.
@@ -131,11 +136,17 @@ class KVPages:
         )
         self.sequences: set[PagedKV] = set()
         self.files = {
-            index: SpillFile(group.spill.directory, group.sealed.layout, len(group.layers), group.spill.extent_pages)
+            index: SpillFile(
+                group.spill.directory,
+                group.sealed.layout,
+                len(group.layers),
+                group.spill.extent_pages,
+                by_page=slot_pages > 0,
+            )
             for index, group in enumerate(self.groups)
             if group.spill is not None
         }
-        self.ring = PageRing(self.files, self.places) if self.files else None
+        self.ring = PageRing(self.files, self.places, slot_pages) if self.files else None
 
     @property
     def nbytes(self) -> int:
@@ -382,6 +393,11 @@ class PagedKV:
         return max((len(own) * self.pages.files[index].extent_pages for index, own in self.extents.items()), default=0)
 
     @property
+    def num_bounded(self) -> int:
+        """Pages from the first on of which every layer has the bounds."""
+        return min((int(each.made.min()) for each in self._bounds.values()), default=0)
+
+    @property
     def ring(self) -> PageRing | None:
         """Return what brings its pages from the disk; None where all are in memory."""
         return self.pages.ring if self.num_spilled else None
@@ -403,6 +419,8 @@ class PagedKV:
             while 1 + num_pages - begin > most and (end := begin + file.extent_pages) <= full:
                 pages = [page for page in table[begin:end] if page is not None]
                 extents.append(file.write(pages))
+                assert self.pages.ring is not None
+                self.pages.ring.forget(index, extents[-1])
                 for number, page in enumerate(pages, begin):
                     self.give_back(page)
                     table[number] = None

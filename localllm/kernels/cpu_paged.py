@@ -70,6 +70,7 @@ class ChoiceRoom:
         self._tables = torch.zeros(wanted.table_pages * kv_heads, dtype=torch.int64)
         self._keys = torch.zeros(wanted.threads, self._most_pages, dtype=torch.int32)
         self._shape = torch.zeros(2, dtype=torch.int64)  # tokens, sequences
+        self._num_chosen = 0
         self.tokens = torch.zeros(kv_heads, tokens, len(TOKEN_WORDS), dtype=torch.int64)
 
     def holds(self, chosen: ChosenPages) -> bool:
@@ -85,6 +86,12 @@ class ChoiceRoom:
         self._choices[: len(chosen.choices)] = torch.tensor(chosen.choices)
         self._sequences[: len(chosen.sequences)] = torch.tensor(chosen.sequences)
         self._shape[:] = torch.tensor((len(chosen.choices), len(chosen.sequences)))
+        self._num_chosen = chosen.table_pages * self._kv_heads
+
+    @property
+    def chosen(self) -> Tensor:
+        """Return the addresses in the tables of the tokens that were placed, int64 [n]."""
+        return self._tables[: self._num_chosen]
 
     @property
     def token_stride(self) -> int:
@@ -138,6 +145,12 @@ class AttentionRoom:
             and tables.num_parts <= self._num_parts
             and (tables.chosen is None or (self._choice is not None and self._choice.holds(tables.chosen)))
         )
+
+    @property
+    def chosen(self) -> Tensor:
+        """Return the addresses of the pages that tokens have chosen, int64 [n]."""
+        assert self._choice is not None, "tokens choose"
+        return self._choice.chosen
 
     def place(self, tables: AttentionTables) -> None:
         self._tasks[: len(tables.tasks)] = torch.tensor(tables.tasks)
@@ -265,6 +278,11 @@ class LatentPlace:
             layer=self.layer,
             eps=float_bits(0.0 if norm is None else norm[1]),
         )
+
+
+def is_choice(step: Step) -> bool:
+    """Return whether a step chooses pages."""
+    return "chosen" in step[0].pointers
 
 
 def latent_layouts(layouts: Layouts) -> tuple[LatentLayout, LatentLayout | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from localllm.kernels import cpu_rope
 from localllm.kernels.cpu_delta import DeltaRoom
@@ -173,6 +174,11 @@ class Buffers:
         """Return which rows attend together in such a layer."""
         chooses = self._chooses and config.window is None
         return (self._choosing if chooses else self._attending)[head_shape(config)]
+
+    def chosen_pages(self, block: Block) -> Tensor:
+        """Return the addresses of the pages that tokens of the batch have chosen in a block, int64 [n]."""
+        (body,) = [body for body in block.mixers if isinstance(body, Attention)]
+        return self.attending(body.config).room.chosen
 
     def place(self, batch: Batch) -> None:
         """Place a batch: where each token's keys go, and which rows attend together."""
