@@ -5,6 +5,8 @@ medians with their lowest and highest. Results go to benchmarks/results/long_con
 
 offload: a context of four times its memory, the ring for what comes from the disk included. Pages are read at so much
 of what an O_DIRECT read of a file reaches in the same round.
+choose: the same memory where a token chooses some pages: only those are read. Of random weights each
+token and head chooses others, so that few are in memory: trained ones look where they have looked.
 attend: steps and attention alone, where a token attends to all pages and where it chooses some (`--attend top:N`).
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from benchmarks.measure import interleaved, known, machine, paired, parser, save, spread
 from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache.paged_kv import PagedKV
+from localllm.cache.pages import Page
 from localllm.config import user_directories
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
@@ -77,9 +80,9 @@ def engine_of(
 
 
 @contextmanager
-def filled(engine: Engine, context: int) -> Iterator[PagedKV]:
+def filled(engine: Engine, context: int, *, alike: bool = True) -> Iterator[PagedKV]:
     """Yield a sequence of so many tokens, whose pages hold the same random keys and values: attention to them takes as
-    long as to any."""
+    long as to any. alike: else the bytes of the codes differ from page to page, as keys of other tokens do."""
     kv, few = engine.residency.new_kv(context + 4 * PAGE_TOKENS), engine.residency.kv_pages.new(2 * PAGE_TOKENS)
     few.prepare(2 * PAGE_TOKENS)
     for layer in range(len(kv.places)):
@@ -95,10 +98,21 @@ def filled(engine: Engine, context: int) -> Iterator[PagedKV]:
                 page, source = table[number], few.tables[index][min(number, 1)]
                 assert page is not None and source is not None
                 page.copy_from(source)
+                if not alike and number:
+                    _shuffle(page, number)
         kv.advance(end - begin)
     few.close()
     yield kv
     kv.close()
+
+
+def _shuffle(page: Page, seed: int) -> None:
+    """Turn the codes of each head's keys by other numbers of features."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = page.pool.layout.parts(next(iter(page.parts.values())))[0]
+    for layer in keys:
+        for head in layer:
+            head.copy_(head[torch.randperm(len(head), generator=generator)])
 
 
 def step_s(engine: Engine, kv: PagedKV, context: int) -> float:
@@ -134,6 +148,34 @@ def offload(decoder: Decoder, options: Any) -> dict[str, Any]:
         "disk_gbs": spread(rounds["disk_gbs"]),
         "of_disk": paired(gbs, rounds["disk_gbs"]),
         "memory_of_all_pages": round(memory / (context // PAGE_TOKENS * page_bytes), 3),
+    }
+
+
+def choose(decoder: Decoder, options: Any) -> dict[str, Any]:
+    context, resident, engines = options.context, options.resident_tokens, {}
+    with ExitStack() as opened:
+        for name, pages in (("all", None), ("chosen", options.chosen_pages)):
+            engine = engine_of(replace(decoder), context + 256, resident, pages)
+            opened.callback(engine.close)
+            kv = opened.enter_context(filled(engine, context, alike=False))
+            kv.attend_from = context
+            engines[name] = engine, kv
+        rounds = interleaved(
+            {name: partial(step_s, engine, kv, context) for name, (engine, kv) in engines.items()}, options.rounds
+        )
+        engine, kv = engines["chosen"]
+        before = engine.residency.stream_clock.bytes_read
+        step_s(engine, kv, context)
+        read_bytes = (engine.residency.stream_clock.bytes_read - before) // STEPS
+        memory = {name: engine.residency.kv_pages.nbytes for name, (engine, _) in engines.items()}
+    return {
+        "context": context,
+        "resident_tokens": resident,
+        "chosen_pages": options.chosen_pages,
+        "memory_bytes": memory,
+        "read_bytes_a_step": read_bytes,
+        "step_s": {name: spread(found) for name, found in rounds.items()},
+        "gain": paired(rounds["all"], rounds["chosen"]),
     }
 
 
@@ -188,7 +230,7 @@ def attention_s(tape: Tape) -> float:
     return (time.perf_counter() - started) / STEPS
 
 
-PARTS = {"offload": offload, "attend": attend}
+PARTS = {"offload": offload, "choose": choose, "attend": attend}
 
 if __name__ == "__main__":
     main()
