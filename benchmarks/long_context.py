@@ -5,13 +5,16 @@ medians with their lowest and highest. Results go to benchmarks/results/long_con
 
 offload: a context of four times its memory, the ring for what comes from the disk included. Pages are read at so much
 of what an O_DIRECT read of a file reaches in the same round.
+choose: the same memory where a token chooses some pages: only those are read. Of random weights each
+token and head chooses others, so that few are in memory: trained ones look where they have looked.
+attend: steps and attention alone, where a token attends to all pages and where it chooses some (`--attend top:N`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,13 +24,19 @@ import torch
 from benchmarks.measure import interleaved, known, machine, paired, parser, save, spread
 from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache.paged_kv import PagedKV
+from localllm.cache.pages import Page
 from localllm.config import user_directories
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.step_types import Chunk
+from localllm.kernels.cpu_jit import best_isa
+from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, ChoiceRoom
+from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.paged_attention import write
+from localllm.layers.native_attention import attention_tables
+from localllm.layers.segment import Segment
 from localllm.models.decoder import Decoder
 from localllm.models.load import load_decoder
 from localllm.models.shapes import find_shape
@@ -43,6 +52,8 @@ def main() -> None:
     arguments.add_argument("what", nargs="*", choices=[*PARTS, []], help="parts to measure; all without any")
     arguments.add_argument("--context", type=int, default=65536, help="offload: tokens")
     arguments.add_argument("--resident-tokens", type=int, default=10240, help="offload: of these, in memory")
+    arguments.add_argument("--chosen-pages", type=int, default=64, help="attend: that a token chooses")
+    arguments.add_argument("--depth", type=int, default=32768, help="attend: tokens before it")
     options = arguments.parse_args()
     result = {**known("long_context"), "machine": machine(), "shape": NAME}
     decoder = random_decoder()
@@ -58,15 +69,20 @@ def random_decoder() -> Decoder:
     return load_decoder(RandomBlocks(recipe), config, recipe, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
-def engine_of(decoder: Decoder, ctx: int, kv: str = "int8", resident_tokens: int | None = None) -> Engine:
-    tokenizer = word_tokenizer(decoder.config.vocab_size)
-    return Engine(LoadedModel(decoder, ctx, resident_tokens=resident_tokens), tokenizer, kv=kv, reuse=NO_REUSE)
+def engine_of(
+    decoder: Decoder, ctx: int, resident_tokens: int | None = None, chosen_pages: int | None = None
+) -> Engine:
+    tokenizer, loaded = (
+        word_tokenizer(decoder.config.vocab_size),
+        LoadedModel(decoder, ctx, resident_tokens=resident_tokens),
+    )
+    return Engine(loaded, tokenizer, kv="int8", reuse=NO_REUSE, chosen_pages=chosen_pages)
 
 
 @contextmanager
-def filled(engine: Engine, context: int) -> Iterator[PagedKV]:
+def filled(engine: Engine, context: int, *, alike: bool = True) -> Iterator[PagedKV]:
     """Yield a sequence of so many tokens, whose pages hold the same random keys and values: attention to them takes as
-    long as to any."""
+    long as to any. alike: else the bytes of the codes differ from page to page, as keys of other tokens do."""
     kv, few = engine.residency.new_kv(context + 4 * PAGE_TOKENS), engine.residency.kv_pages.new(2 * PAGE_TOKENS)
     few.prepare(2 * PAGE_TOKENS)
     for layer in range(len(kv.places)):
@@ -82,10 +98,21 @@ def filled(engine: Engine, context: int) -> Iterator[PagedKV]:
                 page, source = table[number], few.tables[index][min(number, 1)]
                 assert page is not None and source is not None
                 page.copy_from(source)
+                if not alike and number:
+                    _shuffle(page, number)
         kv.advance(end - begin)
     few.close()
     yield kv
     kv.close()
+
+
+def _shuffle(page: Page, seed: int) -> None:
+    """Turn the codes of each head's keys by other numbers of features."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = page.pool.layout.parts(next(iter(page.parts.values())))[0]
+    for layer in keys:
+        for head in layer:
+            head.copy_(head[torch.randperm(len(head), generator=generator)])
 
 
 def step_s(engine: Engine, kv: PagedKV, context: int) -> float:
@@ -124,7 +151,86 @@ def offload(decoder: Decoder, options: Any) -> dict[str, Any]:
     }
 
 
-PARTS = {"offload": offload}
+def choose(decoder: Decoder, options: Any) -> dict[str, Any]:
+    context, resident, engines = options.context, options.resident_tokens, {}
+    with ExitStack() as opened:
+        for name, pages in (("all", None), ("chosen", options.chosen_pages)):
+            engine = engine_of(replace(decoder), context + 256, resident, pages)
+            opened.callback(engine.close)
+            kv = opened.enter_context(filled(engine, context, alike=False))
+            kv.attend_from = context
+            engines[name] = engine, kv
+        rounds = interleaved(
+            {name: partial(step_s, engine, kv, context) for name, (engine, kv) in engines.items()}, options.rounds
+        )
+        engine, kv = engines["chosen"]
+        before = engine.residency.stream_clock.bytes_read
+        step_s(engine, kv, context)
+        read_bytes = (engine.residency.stream_clock.bytes_read - before) // STEPS
+        memory = {name: engine.residency.kv_pages.nbytes for name, (engine, _) in engines.items()}
+    return {
+        "context": context,
+        "resident_tokens": resident,
+        "chosen_pages": options.chosen_pages,
+        "memory_bytes": memory,
+        "read_bytes_a_step": read_bytes,
+        "step_s": {name: spread(found) for name, found in rounds.items()},
+        "gain": paired(rounds["all"], rounds["chosen"]),
+    }
+
+
+def attend(decoder: Decoder, options: Any) -> dict[str, Any]:
+    depth, starts = options.depth, {"all": None, "chosen": options.depth}
+    engine = engine_of(decoder, depth + 256, chosen_pages=options.chosen_pages)
+    with filled(engine, depth) as kv:
+
+        def step(start: int | None) -> float:
+            kv.attend_from = start
+            return step_s(engine, kv, depth)
+
+        steps = interleaved({name: partial(step, start) for name, start in starts.items()}, options.rounds)
+        kv.trim(depth)
+        kv.prepare(depth + 1)
+        alone = {name: partial(attention_s, attention_tape(kv, decoder, start)) for name, start in starts.items()}
+        attention = interleaved(alone, options.rounds)
+        bounds, pages = sum(each.nbytes for each in kv.all_bounds), engine.residency.kv_pages.nbytes
+    engine.close()
+    return {
+        "depth": depth,
+        "chosen_pages": options.chosen_pages,
+        "bounds_of_pages": round(bounds / (pages - bounds), 4),
+        "step_s": {name: spread(found) for name, found in steps.items()},
+        "step_gain": paired(steps["all"], steps["chosen"]),
+        "attention_s": {name: spread(found) for name, found in attention.items()},
+        "attention_gain": paired(attention["all"], attention["chosen"]),
+    }
+
+
+def attention_tape(kv: PagedKV, decoder: Decoder, start: int | None) -> Tape:
+    """Return the attention of all layers, of one token, with the choice of its pages."""
+    kv.attend_from = start
+    segment, config = Segment(0, 1, kv, kv.length, rope_length=0), decoder.config.attentions[0]
+    choosing = 0 if segment.chooses else None
+    H, KH, D = config.num_heads, config.num_kv_heads, config.head_dim
+    tables = attention_tables([segment], H, KH, 1, torch.get_num_threads(), choosing=choosing)
+    choice = None if tables.chosen is None else ChoiceRoom(tables.chosen, 1, KH)
+    room = AttentionRoom(len(tables.tasks), len(tables.merges), tables.num_parts, KH, D, choice)
+    room.place(tables)
+    q, out, tokens = torch.randn(1, H * D), torch.zeros(1, H * D), torch.tensor(tables.tokens[0])
+    places = (AttentionPlace(q, H * D, out, tokens, layer, H, None, None) for layer in range(len(kv.places)))
+    options: dict[str, Any] = {"rows": tables.rows, "is_split": tables.is_split}
+    return Tape([step for place in places for step in room.steps(best_isa(), kv.layouts, place, **options)])
+
+
+def attention_s(tape: Tape) -> float:
+    """Return the seconds of one run."""
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        tape.run()
+    return (time.perf_counter() - started) / STEPS
+
+
+PARTS = {"offload": offload, "choose": choose, "attend": attend}
 
 if __name__ == "__main__":
     main()

@@ -276,6 +276,14 @@ class EngineConfig:
         "room for beside the weights. On a CPU. Default: off, all in memory.",
         group=MACHINE,
     )  # fmt: skip
+    attend: str = setting(
+        "all", Accepts("text", 1, 65536, choices=("all",), usual="top:64", numbered=("top",)), _MEASURED + "bench",
+        "all|top:N",
+        "What the tokens of an answer attend to. all: everything before them. top:N: the first page of 64 tokens, the "
+        "last two, and in each layer the N others whose keys promise most; faster behind long prompts, at some loss. "
+        "On a CPU only. Prompts attend to everything, and layers with a sliding window to all of it. Default: all.",
+        group=MACHINE,
+    )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "DRAFTER",
         "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "
@@ -306,6 +314,11 @@ class EngineConfig:
         "Number of CPU threads. Default: torch's choice.",
         group=MACHINE,
     )  # fmt: skip
+
+    @property
+    def chosen_pages(self) -> int | None:
+        """The pages that a token of an answer chooses to attend to; None where it attends to all."""
+        return number_of(self.attend, "top")
 
 
 @dataclass(frozen=True)

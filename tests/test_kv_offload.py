@@ -63,6 +63,26 @@ def test_no_token_changes_in_any_format(kv, weights):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kv", ["int8", "bf16"])
+def test_of_pages_on_the_disk_only_those_are_read_that_tokens_choose(kv):
+    found, read_bytes = [], []
+    for offload in ("off", "keep:512"):
+        with closing(engine(kv, offload=offload, attend="top:2", speculate="ngram")) as loaded:
+            same = [
+                Request(prompt(1, length), SamplingParams(temperature=0, max_tokens=30)) for length in (800, 800, 700)
+            ]
+            found.append([heard.token_ids for heard in answered(loaded, *same)])
+            before = loaded.residency.stream_clock.bytes_read
+            generated(loaded, prompt(1, 800), 30)
+            read_bytes.append(loaded.residency.stream_clock.bytes_read - before)
+            pages = loaded.residency.kv_pages
+    assert found[0] == found[1]
+    # The last token of the prompt attends to all; of the others each would read all but two pages on the disk.
+    layer_bytes = pages.groups[0].sealed.layout.layer_bytes
+    spilled_bytes = len(pages.groups[0].layers) * (800 // 64 - 2) * layer_bytes
+    assert 0 < read_bytes[1] < 6 * spilled_bytes
+
+
 def requests() -> st.SearchStrategy[list[tuple[int, int, int, int]]]:
     """(family, length of the prompt, of the answer, when it is cancelled); the same prompt twice is a fork."""
     lengths = st.sampled_from([40, 300, 430, 431, 700])

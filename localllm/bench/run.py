@@ -188,6 +188,7 @@ class Depth:
         self._gen_tokens = workload.gen_tokens
         self._prompt = random_ids(target, context + 1, seed=context)
         self._kv = target.engine.residency.new_kv(workload.length(context))
+        self._kv.attend_from = context
         self._is_random = target.has_random_weights
         self._fill()
 

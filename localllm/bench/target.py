@@ -16,10 +16,12 @@ from localllm.engine.engine import Engine
 from localllm.engine.kernel_check import note_device, scope_of
 from localllm.engine.loader import LoadedModel, Watcher
 from localllm.engine.memory import HEADROOM, available_bytes, choose_device, choose_dtype, use_threads
+from localllm.engine.placement import require_choice
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
+from localllm.kernels.sizes import PAGE_TOKENS, attended_tokens, bound_bytes
 from localllm.layers.moe import MoE
 from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.decoder import Decoder
@@ -40,8 +42,8 @@ class BenchmarkTarget:
 
     def bytes_per_token(self, context: int, gen_tokens: int) -> int:
         """Every matrix and the keys and values that a decode step must read, on average over the steps."""
-        model = self.engine.model
-        return matrix_bytes(model) + mean_kv_bytes(model, self.engine.kv_format, context, gen_tokens)
+        model, pages = self.engine.model, self.engine.residency.kv_pages
+        return matrix_bytes(model) + mean_kv_bytes(model, pages.format, context, gen_tokens, pages.chosen_pages)
 
     def prefill_flops_per_token(self) -> int:
         """Multiplications and additions of the blocks' matrices; the head computes one token of a prompt."""
@@ -68,7 +70,9 @@ def random_target(
     blocks = RandomBlocks(weights)
     decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=watcher.reading)
     tokenizer = word_tokenizer(shape.config.vocab_size)
-    engine = Engine(LoadedModel(decoder, workload.ctx), tokenizer, kv=kv, reuse=NO_REUSE)
+    require_choice(shape.config, config, str(device))
+    loaded = LoadedModel(decoder, workload.ctx)
+    engine = Engine(loaded, tokenizer, kv=kv, reuse=NO_REUSE, chosen_pages=config.chosen_pages)
     return BenchmarkTarget(shape.name, engine, has_random_weights=True)
 
 
@@ -89,14 +93,20 @@ def matrix_bytes(model: Decoder) -> int:
     return shared + sum(body.config.router.top_k * body.experts.record_bytes for body in mixtures)
 
 
-def mean_kv_bytes(model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int) -> int:
-    """Keys and values that a step behind `context` tokens attends to, its own included, within each layer's window."""
+def mean_kv_bytes(
+    model: Decoder, kv_format: KVFormat, context: int, gen_tokens: int, chosen_pages: int | None = None
+) -> int:
+    """Keys and values that a step behind `context` tokens attends to, its own included, within each layer's window.
+    chosen_pages: as `EngineConfig` has it; what they are chosen by counts, too."""
     config = model.config
     lengths = range(context + 1, context + 1 + gen_tokens)
     kinds = Counter(zip(config.windows, config.kv_shapes, strict=True))
-    total = 0
+    total, most = 0, attended_tokens(chosen_pages) or context + gen_tokens
     for (window, shape), layers in kinds.items():
         keys = sum(min(window or length, length) for length in lengths)
+        if window is None and context >= most:
+            total += layers * keys * bound_bytes(shape, 1) // PAGE_TOKENS
+            keys = gen_tokens * most
         total += layers * keys * kv_format.sizes([shape], model.dtype.itemsize).per_token
     return total // gen_tokens
 

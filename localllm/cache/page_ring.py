@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from localllm.cache.page_slots import PageSlots
 from localllm.cache.pages import HOST
 from localllm.cache.spill_file import Extent, SpillFile
 from localllm.offload.streaming.disk_read import READERS
@@ -34,6 +35,9 @@ class Spilled(Protocol):
 
     @property
     def num_spilled(self) -> int: ...
+
+    @property
+    def num_bounded(self) -> int: ...
 
     def addresses(self, index: int, device: torch.device) -> Tensor: ...
 
@@ -56,10 +60,17 @@ class PageRing:
     clock: bytes that were read, and how long a layer waited for them.
     """
 
-    def __init__(self, files: Mapping[int, SpillFile], places: Sequence[tuple[int, int]]) -> None:
-        """places: of each layer, its group and its number there."""
+    def __init__(self, files: Mapping[int, SpillFile], places: Sequence[tuple[int, int]], slot_pages: int = 0) -> None:
+        """places: of each layer, its group and its number there. slot_pages: for so many pages there are slots, where
+        tokens choose."""
         self._files, self._places = files, places
         self.clock = StreamClock()
+        self._slots = {
+            group: PageSlots(file, slot_pages * file.num_layers * file.stride, self.clock)
+            for group, file in files.items()
+            if slot_pages
+        }
+        self.brings = False  # as the last `begin` has it: pages come one by one
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="pages")
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._lap = _Lap()
@@ -70,13 +81,21 @@ class PageRing:
 
     @property
     def nbytes(self) -> int:
-        return self._memory.nbytes
+        return self._memory.nbytes + sum(slots.nbytes for slots in self._slots.values())
 
-    def begin(self, layers: Sequence[int], kvs: Sequence[Spilled]) -> None:
-        """A forward of these sequences begins, through these layers. Raises MemoryError."""
+    def begin(self, layers: Sequence[int], kvs: Sequence[Spilled], *, chooses: bool = False) -> None:
+        """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
+        attend to, and the caller calls `bring` for those. Raises MemoryError."""
         spilled = [*dict.fromkeys(kv for kv in kvs if kv.num_spilled)]
         extents = {group: tuple(dict.fromkeys(e for kv in spilled for e in kv.extents[group])) for group in self._files}
         lap = _Lap(tuple(layer for layer in layers if self._places[layer][0] in self._files), extents)
+        self.brings = chooses and bool(self._slots) and all(kv.num_bounded > kv.num_spilled for kv in spilled)
+        if self.brings:
+            self.clear(frees=True)
+            self._number(spilled)
+            return
+        for slots in self._slots.values():
+            slots.clear()
         self._offsets = {(kv, group): self._offsets_of(kv, group, lap) for kv in spilled for group in self._files}
         if lap == self._lap and self._index % len(lap.layers) == 0:
             return
@@ -90,11 +109,32 @@ class PageRing:
         for index in range(_PLACES):
             self._read(index)
 
+    def _number(self, kvs: Sequence[Spilled]) -> None:
+        """Give pages that are on the disk their numbers in place of addresses."""
+        for kv in kvs:
+            for group, file in self._files.items():
+                firsts = torch.tensor([extent.slot * file.extent_pages for extent in kv.extents[group]])
+                numbers = (firsts[:, None] + torch.arange(1, 1 + file.extent_pages)).flatten()
+                kv.addresses(group, HOST)[1 : 1 + len(numbers)] = numbers
+
+    def bring(self, layer: int, chosen: Tensor) -> None:
+        """Write the addresses of a layer's pages in place of their numbers, int64 [n], once they are in memory. Raises
+        LocalLLMError, and MemoryError."""
+        group, row = self._places[layer]
+        if group in self._slots:
+            self._slots[group].bring(row, chosen)
+
+    def forget(self, group: int, extent: Extent) -> None:
+        """An extent is new: what was in memory of its place in the file is of another one."""
+        if group in self._slots:
+            pages = self._files[group].extent_pages
+            self._slots[group].forget(extent.slot * pages, pages)
+
     @contextmanager
     def held(self, layer: int) -> Iterator[None]:
         """Inside, the pages of a layer have addresses. Raises LocalLLMError where the disk does not give them."""
         group, row = self._places[layer]
-        if group not in self._files:
+        if group not in self._files or self.brings:
             yield
             return
         assert self._lap.layers[self._index % len(self._lap.layers)] == layer, "layers are asked for in their order"
@@ -134,7 +174,7 @@ class PageRing:
     def _offsets_of(self, kv: Spilled, group: int, lap: _Lap) -> Tensor:
         file, number = self._files[group], {extent: n for n, extent in enumerate(lap.extents[group])}
         begins = torch.tensor([number[extent] * file.part_bytes for extent in kv.extents[group]])
-        return (begins[:, None] + torch.arange(file.extent_pages) * file.layer_bytes).flatten()
+        return (begins[:, None] + torch.arange(file.extent_pages) * file.stride).flatten()
 
     def _place(self, index: int) -> Tensor:
         size = self._memory.nbytes // _PLACES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from localllm.cache.pages import HOST, Ferry, Page, PagePool
 from localllm.cache.spill_file import EXTENT_PAGES, Extent, SpillFile
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
+from localllm.kernels.page_choice import FIXED_PAGES, PageBounds, PageChoice
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.state_shapes import StateShape
 from localllm.layers.low_rank import AppliedAdapter
@@ -55,6 +56,7 @@ class LayerGroup:
     pages of a sequence rest beyond those that stay in memory; None: all stay."""
 
     window: int | None
+    shape: KVShape  # of each layer
     layers: tuple[int, ...]
     dense: PagePool
     coded: PagePool | None
@@ -101,10 +103,12 @@ class KVPages:
         state_shapes: Sequence[StateShape] = (),
         state_devices: Sequence[torch.device] = (),
         spill: Spill | None = None,
+        chosen_pages: int | None = None,
     ) -> None:
         """windows, devices, shapes: of each layer with keys and values. state_shapes, state_devices: of each layer with
-        a state. spill: where pages rest that memory has no room for; None: they stay."""
-        self.format = kv_format
+        a state. spill: where pages rest that memory has no room for; None: they stay. chosen_pages: that a token
+        attends to, beside a few, where it does not attend to all of them."""
+        self.format, self.chosen_pages = kv_format, chosen_pages
         self._state_shapes = tuple(state_shapes)
         self.state_devices = tuple(state_devices)
         ferry = Ferry()
@@ -116,8 +120,13 @@ class KVPages:
             sealed = None if coded is None else PagePool(coded, homes, ferry)
             shared = PagePool(dense, homes, ferry, is_shared=True)
             own = spill if window is None and layers else None
-            return LayerGroup(window, layers, PagePool(dense, homes, ferry), sealed, shared, own)
+            return LayerGroup(window, shape, layers, PagePool(dense, homes, ferry), sealed, shared, own)
 
+        slot_pages = 0
+        if spill is not None and chosen_pages is not None:  # most of the memory is for what is chosen, old or new
+            newest = spill.resident_tokens // 4
+            slot_pages = pages_of(spill.resident_tokens - newest)
+            spill = replace(spill, resident_tokens=newest)
         # Where no layer has keys and values, pages without content stand for the tokens that states have taken in.
         self.groups = tuple(map(new_group, layer_groups(windows, shapes) or ((),)))
         # Of each layer: its group, and its number there.
@@ -127,15 +136,22 @@ class KVPages:
         )
         self.sequences: set[PagedKV] = set()
         self.files = {
-            index: SpillFile(group.spill.directory, group.sealed.layout, len(group.layers), group.spill.extent_pages)
+            index: SpillFile(
+                group.spill.directory,
+                group.sealed.layout,
+                len(group.layers),
+                group.spill.extent_pages,
+                by_page=slot_pages > 0,
+            )
             for index, group in enumerate(self.groups)
             if group.spill is not None
         }
-        self.ring = PageRing(self.files, self.places) if self.files else None
+        self.ring = PageRing(self.files, self.places, slot_pages) if self.files else None
 
     @property
     def nbytes(self) -> int:
         states = sum(sequence.state.nbytes for sequence in self.sequences if sequence.state is not None)
+        states += sum(each.nbytes for sequence in self.sequences for each in sequence.all_bounds)
         ring_bytes = 0 if self.ring is None else self.ring.nbytes
         return states + ring_bytes + sum(pool.nbytes for group in self.groups for pool in group.pools)
 
@@ -164,6 +180,15 @@ class KVPages:
         """Return the states of a sequence that begins; None where no layer has any. Raises what torch does where there
         is no memory."""
         return SequenceState(self._state_shapes, self.state_devices) if self._state_shapes else None
+
+    def new_bounds(self, capacity: int) -> dict[int, PageBounds]:
+        """Return room for the bounds of a sequence's pages, for each group of layers whose tokens may choose some of
+        them. Raises what torch does where there is no memory."""
+        pages = pages_of(capacity)
+        if self.chosen_pages is None or pages <= self.chosen_pages + FIXED_PAGES:
+            return {}
+        whole = [(index, group) for index, group in enumerate(self.groups) if group.window is None and group.layers]
+        return {index: PageBounds(len(group.layers), group.shape, pages) for index, group in whole}
 
     def move(self, devices: Sequence[torch.device], state_devices: Sequence[torch.device] = ()) -> None:
         """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,
@@ -215,6 +240,7 @@ class PagedKV:
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
         self.exact_tokens = capacity  # what is behind these saw less than all before it: no other prompt takes it
+        self.attend_from: int | None = None  # tokens from there on choose the pages that they attend to
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
         # On the disk, of each group that has such: the pages behind the first one, up to those that are in memory.
@@ -224,7 +250,7 @@ class PagedKV:
             for group in pages.groups
         ]
         num_borrowed = len(borrowed[0]) if borrowed else 0
-        self.state = pages.new_state()
+        self.state, self._bounds = pages.new_state(), pages.new_bounds(capacity)
         self._reserve(num_borrowed)
         self._borrowed = {page for table in borrowed for page in table if page is not None}
         for index, table in enumerate(borrowed):
@@ -245,7 +271,7 @@ class PagedKV:
         pairs = zip(self.tables, firsts, strict=True)
         full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
         other = PagedKV(self.pages, capacity, full)
-        other.adapters, other.exact_tokens = self.adapters, self.exact_tokens
+        other.adapters, other.exact_tokens, other.attend_from = self.adapters, self.exact_tokens, self.attend_from
         other.extents = {index: self.pages.files[index].share(own) for index, own in self.extents.items()}
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
@@ -276,6 +302,21 @@ class PagedKV:
     @property
     def is_on_host(self) -> bool:
         return self.pages.is_on_host
+
+    @property
+    def choice(self) -> PageChoice | None:
+        """Return by what tokens choose the pages that they attend to; None where they attend to all."""
+        if self.attend_from is None or not self._bounds or self.pages.chosen_pages is None:
+            return None
+        return PageChoice(self.pages.chosen_pages, self.attend_from)
+
+    def bounds(self, index: int) -> PageBounds:
+        """Return the bounds of a group's pages, by which tokens choose."""
+        return self._bounds[index]
+
+    @property
+    def all_bounds(self) -> Iterable[PageBounds]:
+        return self._bounds.values()
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
@@ -352,6 +393,11 @@ class PagedKV:
         return max((len(own) * self.pages.files[index].extent_pages for index, own in self.extents.items()), default=0)
 
     @property
+    def num_bounded(self) -> int:
+        """Pages from the first on of which every layer has the bounds."""
+        return min((int(each.made.min()) for each in self._bounds.values()), default=0)
+
+    @property
     def ring(self) -> PageRing | None:
         """Return what brings its pages from the disk; None where all are in memory."""
         return self.pages.ring if self.num_spilled else None
@@ -373,6 +419,8 @@ class PagedKV:
             while 1 + num_pages - begin > most and (end := begin + file.extent_pages) <= full:
                 pages = [page for page in table[begin:end] if page is not None]
                 extents.append(file.write(pages))
+                assert self.pages.ring is not None
+                self.pages.ring.forget(index, extents[-1])
                 for number, page in enumerate(pages, begin):
                     self.give_back(page)
                     table[number] = None
@@ -398,6 +446,7 @@ class PagedKV:
         here on sees."""
         assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         self._end_forward()
+        self._trim_bounds()
         first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
         self._spill(last + 1)
         for index, group in enumerate(self.pages.groups):
@@ -472,7 +521,13 @@ class PagedKV:
                 self._set(index, number, own)
         self.num_sealed = min(self.num_sealed, number)
         self.length = length
+        self._trim_bounds()
         return length
+
+    def _trim_bounds(self) -> None:
+        """Forget bounds of pages that may be written again."""
+        for bounds in self._bounds.values():
+            bounds.trim(self.length // PAGE_TOKENS)
 
     # Sealed pages
 

@@ -6,6 +6,7 @@ extent, so that a layer is read in a few long pieces.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,10 +18,13 @@ from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PageLayout
 from localllm.offload.streaming.disk_read import PAGE_BYTES, read_into
 from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.offload.streaming.kernel_reads import KernelReads
 
 EXTENT_PAGES = 16  # 1,024 tokens: of a 1.1B model in INT8 0.5 MB a layer, which a disk reads at its full speed
 _MOST_EXTENTS = 1 << 14  # of all sequences: 16 million tokens
 _MOST_PIECE_BYTES = 8 << 20  # of a read
+_DEPTH = 32  # of the kernel's reads, one page of a layer each
+_LONGEST_READ_S = 60.0
 
 
 class Extent:
@@ -33,12 +37,26 @@ class Extent:
 
 
 class SpillFile:
-    """The extents of one group of layers. part_bytes: of an extent's pages in one layer, whole blocks of the disk."""
+    """The extents of one group of layers.
 
-    def __init__(self, directory: Path, layout: PageLayout, num_layers: int, extent_pages: int = EXTENT_PAGES) -> None:
-        self.extent_pages, self.layer_bytes = extent_pages, layout.layer_bytes
-        self.part_bytes = -(-extent_pages * layout.layer_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._num_layers, self._directory = num_layers, directory
+    part_bytes: of an extent's pages in one layer, whole blocks of the disk.
+    stride: from one page to the next one there; whole blocks too, where pages are read one by one.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: PageLayout,
+        num_layers: int,
+        extent_pages: int = EXTENT_PAGES,
+        *,
+        by_page: bool = False,
+    ) -> None:
+        self.extent_pages, self.layer_bytes, self.num_layers = extent_pages, layout.layer_bytes, num_layers
+        self.stride = _whole_blocks(layout.layer_bytes) if by_page else layout.layer_bytes
+        self.part_bytes = _whole_blocks(extent_pages * self.stride)
+        self._directory = directory
+        self._kernel: KernelReads | None = None
         self._free: list[int] = []
         self._num_slots = 0
         self._plain = -1  # until the first page leaves memory
@@ -53,13 +71,13 @@ class SpillFile:
                 raise OSError(f"{_MOST_EXTENTS} extents are the most")
             self._open()
             part = host_buffer(self.part_bytes)
-            for row in range(self._num_layers):
+            for row in range(self.num_layers):
                 for number, page in enumerate(pages):
-                    part[number * self.layer_bytes : (number + 1) * self.layer_bytes] = page.layer(row)
+                    part[number * self.stride :][: self.layer_bytes] = page.layer(row)
                 self._write(self._begin(row, slot), part.numpy().data)
         except OSError as error:
             self._free.append(slot)
-            num_bytes = self._num_layers * self.part_bytes
+            num_bytes = self.num_layers * self.part_bytes
             what = f"{num_bytes / 1e6:.1f} MB of keys and values cannot be written to {self._directory}"
             fix = "make room there, or drop --kv-offload"
             raise LocalLLMError(what, why=error.strerror or str(error), fix=fix) from None
@@ -87,6 +105,41 @@ class SpillFile:
                 what, why=str(error), fix="ask again; without --kv-offload they stay in memory"
             ) from None
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that the file has places for; those of an extent are numbered from `slot * extent_pages` on."""
+        return self._num_slots * self.extent_pages
+
+    def read_pages(self, row: int, pages: Sequence[int], addresses: Sequence[int]) -> None:
+        """Read a layer's parts of these pages, `stride` bytes each, to addresses in whole blocks. Raises LocalLLMError
+        as `read` does."""
+        begins = [
+            self._begin(row, page // self.extent_pages) + page % self.extent_pages * self.stride for page in pages
+        ]
+        done = 0
+        if self._kernel is not None and self._direct is not None:
+            reads = [(at, self._direct, begin, at, self.stride) for begin, at in zip(begins, addresses, strict=True)]
+            done = self._kernel_read(reads)
+        for begin, at in zip(begins[done:], addresses[done:], strict=True):
+            self.read(begin, memoryview((ctypes.c_char * self.stride).from_address(at)).cast("B"))
+
+    def _kernel_read(self, reads: Sequence[tuple[int, int, int, int, int]]) -> int:
+        """Have the kernel read as many as it can, `_DEPTH` at a time; return how many from the first on are there."""
+        assert self._kernel is not None
+        begun, under_way, failed = 0, 0, None
+        while under_way or (begun < len(reads) and failed is None):
+            with suppress(OSError):  # the file system reads in another way
+                count = self._kernel.begin(reads[begun : begun + _DEPTH - under_way]) if failed is None else 0
+                begun, under_way = begun + count, under_way + count
+            if not under_way:
+                break
+            ended = self._kernel.ended(_LONGEST_READ_S)
+            under_way -= len(ended)
+            failed = next((at for at, num_bytes in ended if num_bytes != self.stride), failed)
+        if failed is None:
+            return begun
+        return next(number for number, (at, *_) in enumerate(reads) if at == failed)
+
     def share(self, extents: Sequence[Extent]) -> list[Extent]:
         """Let one more sequence have these."""
         for extent in extents:
@@ -103,7 +156,7 @@ class SpillFile:
     @property
     def nbytes(self) -> int:
         """Bytes on the disk that hold pages."""
-        return (self._num_slots - len(self._free)) * self._num_layers * self.part_bytes
+        return (self._num_slots - len(self._free)) * self.num_layers * self.part_bytes
 
     def close(self) -> None:
         for descriptor in (self._plain, self._direct):
@@ -122,6 +175,7 @@ class SpillFile:
         try:
             with suppress(AttributeError, OSError):  # the system, or the file system, has no way past the page cache
                 self._direct = os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                self._kernel = KernelReads(_DEPTH)
         finally:
             Path(name).unlink()
 
@@ -130,3 +184,7 @@ class SpillFile:
         while part:
             count = os.pwritev(descriptor, [part], begin)
             part, begin = part[count:], begin + count
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -73,6 +73,7 @@ class Engine(StepLoop):
         computed: Computed = UNKNOWN_SOURCE,
         speculate: Speculate = Speculate("off"),  # noqa: B008
         note: Callable[[str], None] = ignore,
+        chosen_pages: int | None = None,
     ) -> None:
         """Serve a loaded model.
 
@@ -80,6 +81,7 @@ class Engine(StepLoop):
         reuse: what later prompts find of earlier ones, computed with this checkpoint and recipe.
         speculate: who drafts tokens.
         note: called with what is worth a line.
+        chosen_pages: as `EngineConfig` has it.
         """
         self.tokenizer = tokenizer
         self._template = template
@@ -96,6 +98,7 @@ class Engine(StepLoop):
             plan,
             note,
             None if loaded.resident_tokens is None else Spill(kv_root(), loaded.resident_tokens),
+            chosen_pages,
         )
         self.adapters = AdapterCache(AdaptableLayers.of(model), lambda: residency.is_native, adapter_bytes(plan))
         self._replan, self._limits = loaded.replan, limits or Limits()
@@ -130,10 +133,9 @@ class Engine(StepLoop):
 
         config: formats, context, memory and drafts. What does not fit into `ram` and `vram` is placed one tier down, at
             last on the disk, from where it is read at every step. Packed weights are made at first use.
-        limits: what runs at once.
+        limits: what runs at once. watcher: hears of what takes long. reuse: what is cached of keys and values.
         job: many prompts; memory is then shared out for the most tokens a second of all of them together, not for the
             fastest single one.
-        watcher: hears of what takes long; reuse: what is cached of keys and values for later prompts.
 
         Raises ModelNotFoundError, CheckpointError, ModelChangedError (files are written meanwhile), UsageError,
         UnsupportedModelError, DoesNotFitError; LocalLLMError where a packed model cannot be written.
@@ -163,6 +165,7 @@ class Engine(StepLoop):
                 computed=Computed(source_id(files), planner.recipe.name, files.name),
                 speculate=speculate,
                 note=watcher.noting,
+                chosen_pages=config.chosen_pages,
             )
             try:
                 require_unchanged(files.directory, contents)

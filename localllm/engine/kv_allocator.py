@@ -82,6 +82,9 @@ class KVAllocator:
             self.adapters.give_back(adapters)
             raise
         kv.adapters = adapters
+        kv.attend_from = len(sequence.request.prompt_ids)
+        if kv.choice is not None:
+            kv.exact_tokens = kv.choice.first_position
         try:
             # What is wanted of every token, its state or the logits behind it, is not in keys and values.
             needs_all = sequence.request.pooling == "mean" or sequence.reads_logits

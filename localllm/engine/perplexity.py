@@ -50,6 +50,7 @@ def perplexity(
         )
     surprise, predicted = 0.0, 0
     with closing(new_kv(min(ctx, len(token_ids)))) as kv:
+        kv.attend_from = 0  # where tokens of an answer choose their pages, all of a window do
         for begin in range(0, len(token_ids) - 1, ctx):
             window = list(token_ids[begin : begin + ctx])
             kv.trim(0)

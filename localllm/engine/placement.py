@@ -10,7 +10,7 @@ from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS
+from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS, attended_tokens, bound_bytes
 from localllm.layers.config import MoEConfig, Recurrent
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts
@@ -24,6 +24,7 @@ from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelS
 from localllm.offload.planner.plan import GIB
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.layouts import DTYPE_NAMES, ITEM_BYTES, BF12Layout, NF4Layout, Sizes
+from localllm.settings import EngineConfig
 
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
@@ -108,13 +109,24 @@ def model_shape(
     )
 
 
+def with_choice(shape: ModelShape, config: ModelConfig, chosen_pages: int | None) -> ModelShape:
+    """Return what a plan needs to know where a token of an answer attends to so many pages; None: to all."""
+    if chosen_pages is None:
+        return shape
+    layers = zip(config.kv_shapes, config.windows, strict=True)
+    bounds = sum(bound_bytes(each, 1) for each, window in layers if window is None) // PAGE_TOKENS
+    per_token, most = shape.kv_bytes_per_token + bounds, attended_tokens(chosen_pages)
+    return replace(shape, kv_bytes_per_token=per_token, bound_bytes_per_token=bounds, chosen_tokens=most)
+
+
 def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, ModelShape]:
     """Return the same model with each format of keys and values that takes less, by its name, the largest first."""
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
     for name in KV_FORMATS:
         sizes = choose_format(name, config.kv_shapes, item_bytes).sizes(config.kv_shapes, item_bytes)
-        if sizes.coded is not None and sizes.per_token < shape.kv_bytes_per_token:
-            smaller = replace(shape, kv=name, kv_bytes_per_token=sizes.per_token)
+        per_token = sizes.per_token + shape.bound_bytes_per_token
+        if sizes.coded is not None and per_token < shape.kv_bytes_per_token:
+            smaller = replace(shape, kv=name, kv_bytes_per_token=per_token)
             found[name] = replace(smaller, kv_bytes_per_sequence=sizes.per_sequence)
     return found
 
@@ -199,3 +211,22 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
             why=f"it takes at most {longest}" if is_unbounded else f"it was trained for at most {longest}",
             fix=Fix.flag("--ctx", longest),
         )
+
+
+def require_choice(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
+    """Raise UsageError where tokens of an answer shall choose the pages that they attend to, and cannot."""
+    if wanted.chosen_pages is None:
+        return
+    why, fix = "", Fix.flag("--attend", "all")
+    if device != "cpu":
+        why, fix = "a GPU's kernels attend to all pages; those of a CPU choose", Fix.flag("--device", "cpu")
+    elif config.latents:
+        why = (
+            "its layers keep latents, which are keys of all heads at once: no bound of them tells one head's best pages"
+        )
+    elif not config.kv_shapes:
+        why = "no layer of it has keys: each keeps a state of a fixed size"
+    elif None not in config.windows:
+        why = f"each of its layers sees a window of {max(each or 0 for each in config.windows)} tokens, and no more"
+    if why:
+        raise UsageError(f"--attend {wanted.attend} is not possible here", why=why, fix=fix)

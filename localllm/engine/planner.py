@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from localllm.cache.kv_format import wanted_format
 from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
-from localllm.engine.placement import BATCH_ROWS, model_shape, process_memory, require_cap, require_context
+from localllm.engine.placement import (
+    BATCH_ROWS,
+    model_shape,
+    process_memory,
+    require_cap,
+    require_choice,
+    require_context,
+    with_choice,
+)
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
 from localllm.errors import Fix, UsageError
 from localllm.hub import ModelFiles
@@ -122,6 +130,7 @@ class ModelPlanner:
             why = "on a GPU, keys and values that it has no room for rest in memory by themselves"
             raise UsageError("--kv-offload needs --device cpu", why=why, fix=Fix.without("--kv-offload"))
         require_context(config, wanted.ctx)
+        require_choice(config, wanted, device)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
         dtype = dtype_name(named, device) if other is None else other.dtype_name(named)
@@ -168,6 +177,7 @@ class ModelPlanner:
         else:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
+        shape = with_choice(shape, config, self.wanted.chosen_pages)
         if shape.mixtures and self.files is not None:
             from localllm.models.kept_uses import kept_uses  # no other model's plan needs it
 

@@ -28,8 +28,11 @@ from localllm.offload.streaming.expert_uses import ExpertUses
 _KEEP_USES_S = 300.0  # a file of 200 bytes, written and synchronized in about 10 ms
 
 
-def new_pages(model: Decoder, kv_format: KVFormat, spill: Spill | None = None) -> KVPages:
-    """Return a KV cache for this model, each layer's part where its attention is computed."""
+def new_pages(
+    model: Decoder, kv_format: KVFormat, spill: Spill | None = None, chosen_pages: int | None = None
+) -> KVPages:
+    """Return a KV cache for this model, each layer's part where its attention is computed. spill, chosen_pages: as
+    `KVPages` has them."""
     config = model.config
     return KVPages(
         kv_format,
@@ -40,6 +43,7 @@ def new_pages(model: Decoder, kv_format: KVFormat, spill: Spill | None = None) -
         state_shapes=config.state_shapes,
         state_devices=model.state_devices,
         spill=spill,
+        chosen_pages=chosen_pages,
     )
 
 
@@ -60,6 +64,7 @@ class Residency:
         plan: Plan | None = None,
         note: Callable[[str], None] = ignore,
         spill: Spill | None = None,
+        chosen_pages: int | None = None,
     ) -> None:
         """Place a model.
 
@@ -68,6 +73,7 @@ class Residency:
         plan: the plan that the model was loaded by.
         note: called with what is worth a line.
         spill: where keys and values rest that memory has no room for.
+        chosen_pages: that a token of an answer attends to; None: all.
         """
         self.is_lost = False  # where a move failed, until `restore` succeeds
         self._note = note
@@ -82,7 +88,7 @@ class Residency:
         self._has_kv_on_host = False
         self._on_states: Callable[[Sequence[Chunk], Tensor], None] | None = None
         self._use(model)
-        self.kv_pages = new_pages(model, kv_format, spill)
+        self.kv_pages = new_pages(model, kv_format, spill, chosen_pages)
 
     @property
     def weights(self) -> str:

@@ -47,8 +47,10 @@ def attention_source(
     tasks: int64 [tasks, 6], see TASK_WORDS; tokens: see `cpu_rope`. parts: fp32 [key heads, parts, part_floats]. shape:
     a pointer to {tasks, parts}. group: query heads a key head. window: keys that a query sees, itself included.
     softcap: the bits of a float. sinks: fp32 [H], scores without a value, which count as if they came before all keys.
+    token_stride: bytes from one key head's tokens to the next one's, where they attend to different pages; else 0.
     """
-    k = Kernel("attention", "q out tasks tokens parts sinks shape | kv_heads group stride layer window softcap")
+    words = "q out tasks tokens parts sinks shape | kv_heads group stride layer window softcap token_stride"
+    k = Kernel("attention", words)
     a = k.arg
     task = _Task(k, isa, dense, coded, rows, has_softcap, has_sinks)
     # Dealt out one by one: the later a token, the more keys it sees.
@@ -149,9 +151,10 @@ class _Task:
         words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, rows, self.first_section, self.end_section, self.part = words
         self.rows, self.last_row, self.kv_head = rows, rows - 1, kv_head
+        tokens = a.tokens.at(kv_head * a.token_stride)
         for r in range(self.R):
             token, head = self._row(r)
-            position = a.tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
+            position = tokens.at(token * TOKEN_BYTES + 24).load(I64, 8)
             self.highs.at(8 * r).store(position, 8)
             self.lows.at(8 * r).store(position - k.smaller(a.window - 1, position), 8)
             self._take_query(r, a.q.at((token * a.stride + head * self.D) * 4))
@@ -163,7 +166,7 @@ class _Task:
                     self.whole.totals.at(4 * r).store(k.constant(F32, 1))
         self.first_key, self.last_key = self.lows.load(I64, 8), self.highs.at(8 * (self.R - 1)).load(I64, 8)
         self.own_page = self.last_key / PAGE_TOKENS
-        token = a.tokens.at(self._row(0)[0] * TOKEN_BYTES)
+        token = tokens.at(self._row(0)[0] * TOKEN_BYTES)
         self.pages, own = token.load(PTR, 8), token.at(8).load(PTR, 8)
         self.own = own.at(a.layer * token.at(16).load(I64, 8)).at(kv_head * self.dense.layout.head_bytes)
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localllm.kernels.cpu_ir import F32V, I32V, LANES, Kernel, Value, vector_of
+from localllm.kernels.cpu_ir import F32V, I32, I32V, LANES, Kernel, Value, vector_of
+
+Combine = Callable[[Value, Value], Value]
 
 
-def reduce(k: Kernel, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
+def add(a: Value, b: Value) -> Value:
+    return a + b
+
+
+def reduce(k: Kernel, vector: Value, combine: Combine) -> Value:
     """All lanes combined into a scalar, halves with halves."""
     width = LANES
     while width > 1:
@@ -18,15 +24,16 @@ def reduce(k: Kernel, vector: Value, combine: Callable[[Value, Value], Value]) -
 
 
 def total(k: Kernel, vector: Value) -> Value:
-    return reduce(k, vector, lambda a, b: a + b)
+    return reduce(k, vector, add)
 
 
 def largest(k: Kernel, vector: Value) -> Value:
     return reduce(k, vector, k.larger)
 
 
-def totals(k: Kernel, vectors: list[Value]) -> Value:
-    """The sums of 16 vectors as one: lane i is the sum of vector i. Every one is added up in the same order."""
+def totals(k: Kernel, vectors: list[Value], combine: Combine = add) -> Value:
+    """The sums of 16 vectors as one: lane i is the sum of vector i. Every one is added up in the same order. combine:
+    of two vectors, in place of a sum."""
     width = LANES // 2
     while width:
         low = [
@@ -35,9 +42,21 @@ def totals(k: Kernel, vectors: list[Value]) -> Value:
         high = [i + width for i in low]
         half = len(vectors) // 2
         pairs = zip(vectors[:half], vectors[half:], strict=True)
-        vectors = [k.shuffle(a, b, low) + k.shuffle(a, b, high) for a, b in pairs]
+        vectors = [combine(k.shuffle(a, b, low), k.shuffle(a, b, high)) for a, b in pairs]
         width //= 2
     return vectors[0]
+
+
+def order(k: Kernel, x: Value) -> Value:
+    """Whole numbers in the order of floats, a scalar or a vector: -0 like 0, and any NaN above all others."""
+    kind = I32V if x.kind == F32V else I32
+    bits = x.compare("uno", x).choose(k.constant(kind, 0x7FC00000), (x + 0.0).convert("bitcast", kind))
+    return mirrored(bits)
+
+
+def mirrored(bits: Value) -> Value:
+    """Negative ones in reverse order: what is done twice undoes itself."""
+    return bits ^ (bits.shift_signed(31) & 0x7FFFFFFF)
 
 
 def exp(k: Kernel, x: Value) -> Value:

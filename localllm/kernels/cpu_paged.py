@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_attention, cpu_latent, cpu_latent_int8
+from localllm.kernels import cpu_attention, cpu_choice, cpu_latent, cpu_latent_int8
 from localllm.kernels.cpu_amx import has_amx
 from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
+from localllm.kernels.cpu_rope import TOKEN_BYTES
 from localllm.kernels.kv_page import LatentLayout, PageLayout
+from localllm.kernels.page_choice import FIXED_PAGES
+from localllm.kernels.sizes import BOUND_PAGES, BOUND_WORDS, CHOICE_WORDS, TOKEN_WORDS
 
 NO_WINDOW = 1 << 40
 Words = Sequence[tuple[int, ...]]
@@ -21,25 +24,109 @@ Layouts = tuple[PageLayout, PageLayout | None]  # of dense pages, and of coded o
 
 
 @dataclass(frozen=True)
+class ChosenPages:
+    """What tokens need that choose the pages they attend to. choices: see CHOICE_WORDS; sequences: see BOUND_WORDS;
+    threads: that choose, at most."""
+
+    choices: Words
+    sequences: Words
+    threads: int
+
+    @property
+    def table_pages(self) -> int:
+        """Pages in the tables of a key head, all together."""
+        return sum(pages + FIXED_PAGES for bounds, _, pages, _ in self.choices if bounds)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages in whole blocks that the longest sequence may have."""
+        return max(blocks for _, blocks, _, _ in self.choices) * BOUND_PAGES
+
+
+@dataclass(frozen=True)
 class AttentionTables:
     """The rows that attend together. rows: of a task, at most; tokens: of each group of layers, see `cpu_rope`;
-    tasks, merges: see `cpu_attention`."""
+    tasks, merges: see `cpu_attention`; chosen: where tokens choose their pages."""
 
     rows: int
     tokens: Sequence[Words]
     tasks: Words
     merges: Words
     num_parts: int
+    chosen: ChosenPages | None = None
 
     @property
     def is_split(self) -> bool:
         return bool(self.merges)
 
 
+class ChoiceRoom:
+    """Fixed places for the choice of pages, which a tape points at: for as much as is wanted, and so many tokens."""
+
+    def __init__(self, wanted: ChosenPages, tokens: int, kv_heads: int) -> None:
+        self._kv_heads, self._threads, self._most_pages = kv_heads, wanted.threads, wanted.most_pages
+        self._choices = torch.zeros(tokens, len(CHOICE_WORDS), dtype=torch.int64)
+        self._sequences = torch.zeros(len(wanted.sequences), len(BOUND_WORDS), dtype=torch.int64)
+        self._tables = torch.zeros(wanted.table_pages * kv_heads, dtype=torch.int64)
+        self._keys = torch.zeros(wanted.threads, self._most_pages, dtype=torch.int32)
+        self._shape = torch.zeros(2, dtype=torch.int64)  # tokens, sequences
+        self._num_chosen = 0
+        self.tokens = torch.zeros(kv_heads, tokens, len(TOKEN_WORDS), dtype=torch.int64)
+
+    def holds(self, chosen: ChosenPages) -> bool:
+        return (
+            len(chosen.choices) <= len(self._choices)
+            and len(chosen.sequences) <= len(self._sequences)
+            and chosen.table_pages * self._kv_heads <= len(self._tables)
+            and chosen.most_pages <= self._most_pages
+            and chosen.threads <= self._threads
+        )
+
+    def place(self, chosen: ChosenPages) -> None:
+        self._choices[: len(chosen.choices)] = torch.tensor(chosen.choices)
+        self._sequences[: len(chosen.sequences)] = torch.tensor(chosen.sequences)
+        self._shape[:] = torch.tensor((len(chosen.choices), len(chosen.sequences)))
+        self._num_chosen = chosen.table_pages * self._kv_heads
+
+    @property
+    def chosen(self) -> Tensor:
+        """Return the addresses in the tables of the tokens that were placed, int64 [n]."""
+        return self._tables[: self._num_chosen]
+
+    @property
+    def token_stride(self) -> int:
+        """Bytes from one key head's tokens to the next one's."""
+        return self.tokens.shape[1] * TOKEN_BYTES
+
+    def steps(self, isa: Isa, layouts: Layouts, place: AttentionPlace) -> Iterator[Step]:
+        """Return the step that makes bounds, and the one that chooses by them."""
+        dense, coded = layouts
+        shared: dict[str, Tensor | int]
+        shared = {"sequences": self._sequences, "shape": self._shape, "kv_heads": self._kv_heads, "layer": place.layer}
+        yield cpu_choice.bounds(isa, coded or dense).step(**shared)
+        yield cpu_choice.choose(isa, dense.head_dim).step(
+            q=place.q,
+            tokens=place.tokens,
+            choices=self._choices,
+            chosen=self.tokens,
+            tables=self._tables,
+            keys=self._keys,
+            group=place.num_heads // self._kv_heads,
+            stride=place.stride,
+            chosen_stride=self.token_stride,
+            keys_stride=4 * self._most_pages,
+            **shared,
+        )
+
+
 class AttentionRoom:
     """Fixed places for so many tasks, merges and parts, which a tape points at."""
 
-    def __init__(self, tasks: int, merges: int, parts: int, kv_heads: int, value_dim: int) -> None:
+    def __init__(
+        self, tasks: int, merges: int, parts: int, kv_heads: int, value_dim: int, choice: ChoiceRoom | None = None
+    ) -> None:
+        """choice: where some tokens choose their pages."""
+        self._choice = choice
         self._tasks = torch.zeros(tasks, len(TASK_WORDS), dtype=torch.int64)
         self._merges = torch.zeros(merges, len(MERGE_WORDS), dtype=torch.int64)
         self._parts = torch.zeros(kv_heads * parts, part_floats(value_dim))
@@ -56,12 +143,22 @@ class AttentionRoom:
             len(tables.tasks) <= len(self._tasks)
             and len(tables.merges) <= len(self._merges)
             and tables.num_parts <= self._num_parts
+            and (tables.chosen is None or (self._choice is not None and self._choice.holds(tables.chosen)))
         )
+
+    @property
+    def chosen(self) -> Tensor:
+        """Return the addresses of the pages that tokens have chosen, int64 [n]."""
+        assert self._choice is not None, "tokens choose"
+        return self._choice.chosen
 
     def place(self, tables: AttentionTables) -> None:
         self._tasks[: len(tables.tasks)] = torch.tensor(tables.tasks)
         if tables.merges:
             self._merges[: len(tables.merges)] = torch.tensor(tables.merges)
+        if tables.chosen is not None:
+            assert self._choice is not None
+            self._choice.place(tables.chosen)
         self._counts[:] = torch.tensor([[len(tables.tasks), tables.num_parts], [len(tables.merges), tables.num_parts]])
 
     def steps(self, isa: Isa, layouts: Layouts, place: AttentionPlace, *, rows: int, is_split: bool) -> Iterator[Step]:
@@ -70,6 +167,10 @@ class AttentionRoom:
         group = place.num_heads // dense.num_kv_heads
         has_sinks = place.sinks is not None
         has_softcap = place.softcap is not None
+        tokens, token_stride = place.tokens, 0
+        if self._choice is not None:
+            yield from self._choice.steps(isa, layouts, place)
+            tokens, token_stride = self._choice.tokens, self._choice.token_stride
         kernel = cpu_attention.attention(isa, dense, coded, rows, has_softcap=has_softcap, has_sinks=has_sinks)
         shared: dict[str, Tensor | int]
         shared = {"out": place.out, "parts": self._parts, "kv_heads": dense.num_kv_heads, "group": group}
@@ -77,7 +178,8 @@ class AttentionRoom:
         yield kernel.step(
             q=place.q,
             tasks=self._tasks,
-            tokens=place.tokens,
+            tokens=tokens,
+            token_stride=token_stride,
             shape=self._counts[0],
             stride=place.stride,
             layer=place.layer,
@@ -176,6 +278,11 @@ class LatentPlace:
             layer=self.layer,
             eps=float_bits(0.0 if norm is None else norm[1]),
         )
+
+
+def is_choice(step: Step) -> bool:
+    """Return whether a step chooses pages."""
+    return "chosen" in step[0].pointers
 
 
 def latent_layouts(layouts: Layouts) -> tuple[LatentLayout, LatentLayout | None]:

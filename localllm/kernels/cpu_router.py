@@ -125,7 +125,7 @@ class _Row:
             choice = score.load(F32V, 64)
             choice = choice + self.correction.at(i * 4).load(F32V, 64) if is_corrected else choice
             is_expert = _numbers(k, i).compare("ult", router.num_experts)
-            self.keys.at(i * 4).store(is_expert.choose(_key(k, choice), k.constant(I32V, TAKEN)), 64)
+            self.keys.at(i * 4).store(is_expert.choose(cpu_math.order(k, choice), k.constant(I32V, TAKEN)), 64)
         if router.top_groups < router.groups and router.scores in ("softmax", "sigmoid"):
             self._leave_best_groups()
 
@@ -188,7 +188,7 @@ class _Row:
                 loser = is_best.choose(best.get(), key)
                 best.set(is_best.choose(key, best.get()))
                 second.set(loser.compare("sgt", second.get()).choose(loser, second.get()))
-            self.group_keys.at(group * 4).store(_key(k, _float(best.get()) + _float(second.get())))
+            self.group_keys.at(group * 4).store(cpu_math.order(k, _float(best.get()) + _float(second.get())))
         with k.range(k.i64(0), k.i64(router.top_groups)):
             kept = _best(k, self.group_keys, _padded(router.groups))
             self.group_keys.at(kept * 4).store(k.constant(I32, TAKEN))
@@ -240,21 +240,9 @@ def _softmax(k: Kernel, numbers: Value, count: int) -> None:
         at.store(at.load(F32V, 64) / total, 64)
 
 
-def _key(k: Kernel, x: Value) -> Value:
-    """Whole numbers in the order of floats, a scalar or a vector: -0 like 0, and any NaN above all others."""
-    kind = I32V if x.kind == F32V else I32
-    bits = x.compare("uno", x).choose(k.constant(kind, 0x7FC00000), (x + 0.0).convert("bitcast", kind))
-    return _mirrored(bits)
-
-
 def _float(key: Value) -> Value:
     """The scalar whose key this is."""
-    return _mirrored(key).convert("bitcast", F32)
-
-
-def _mirrored(bits: Value) -> Value:
-    """Negative ones in reverse order: what is done twice undoes itself."""
-    return bits ^ (bits.shift_signed(31) & 0x7FFFFFFF)
+    return cpu_math.mirrored(key).convert("bitcast", F32)
 
 
 def _best(k: Kernel, keys: Value, count: int) -> Value:

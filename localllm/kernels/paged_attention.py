@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from localllm.kernels import kv_page
 from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
+from localllm.kernels.page_choice import PageChoice, chosen_pages
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,20 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    choice: PageChoice | None = None,
 ) -> Tensor:
-    """q [T, H, D] of the tokens behind the first `past`, whose keys and values are written. sinks: fp32 [H]. Returns
-    [T, H, features of a value].
+    """q [T, H, D] of the tokens behind the first `past`, whose keys and values are written. sinks: fp32 [H]. choice: by
+    which tokens choose their pages, where there is no window. Returns [T, H, features of a value].
 
     A query reads its own page densely and all before it as they are coded, but the first: see `cpu_attention`.
     """
-    attend = partial(attention, scale=scale, window=window, softcap=softcap, sinks=sinks)
     end = past + len(q)
+    if choice is not None and end > choice.first_position:
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        num_whole = max(0, choice.first_position - past)
+        parts = [] if not num_whole else [paged_attention(q[:num_whole], _up_to(kv, past, num_whole), past, **options)]
+        return torch.cat((*parts, _over_chosen(q[num_whole:], kv, past, past + num_whole, choice, **options)))
+    attend = partial(attention, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if kv.coded is None:
         keys, values = _loaded(kv.dense, kv.pages, q)
         held = end - kv.first * PAGE_TOKENS
@@ -74,6 +82,44 @@ def paged_attention(
         seen = torch.cat((keys[:, :before], own_keys), 1), torch.cat((values[:, :before], own_values), 1)
         mixed.append(attend(turned[begin - past : stop - past], *seen))
     return kv_page.rotated(torch.cat(mixed)).to(q.dtype)
+
+
+def _up_to(kv: LayerPages, past: int, count: int) -> LayerPages:
+    """Return the pages that the first `count` tokens behind `past` see."""
+    last = (past + count - 1) // PAGE_TOKENS
+    own = kv.own[: last + 1 - past // PAGE_TOKENS]
+    return replace(kv, pages=kv.pages[: last + 1 - kv.first], own=own)
+
+
+def _over_chosen(
+    q: Tensor,
+    kv: LayerPages,
+    past: int,
+    first: int,
+    choice: PageChoice,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [T, H, D] of the tokens from position `first` on, each of which chooses its pages. past: where `kv.own`
+    begins."""
+    turned = q if kv.coded is None else kv_page.rotated(q).to(q.dtype)
+    keys, values = _loaded(kv.dense, kv.pages[:-1], q) if kv.coded is None else _past(kv, q)
+    KH, group, mixed = len(keys), q.shape[1] // len(keys), []
+    for position, query in enumerate(turned, first):
+        number, slots = position // PAGE_TOKENS, position % PAGE_TOKENS + 1
+        pages = chosen_pages(query, keys[:, : number * PAGE_TOKENS], choice)
+        own_keys, own_values = (x[:, :slots] for x in _loaded(kv.dense, [kv.own[number - past // PAGE_TOKENS]], q))
+        for head in range(KH):
+            rows = (pages[head, :, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=q.device)).flatten()
+            seen = torch.cat((keys[head, rows], own_keys[head])), torch.cat((values[head, rows], own_values[head]))
+            heads = slice(head * group, (head + 1) * group)
+            own_sinks = None if sinks is None else sinks[heads]
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": own_sinks}
+            mixed.append(attention(query[None, heads], *(x[None] for x in seen), **options))
+    joined = torch.cat(mixed, dim=1).view(*q.shape[:2], -1)
+    return joined if kv.coded is None else kv_page.rotated(joined).to(q.dtype)
 
 
 def _past(kv: LayerPages, q: Tensor) -> tuple[Tensor, Tensor]:

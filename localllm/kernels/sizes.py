@@ -24,11 +24,23 @@ GROUP = 32  # features of keys and values that share a scale, and that a rotatio
 MOST_LATENT_FEATURES = 2048  # for a CPU's kernels, which have what is computed of a task on a thread's stack
 LATENT_SCALES = 2  # of a token's latent, and of its key that rotates
 Coding = Literal["dense", "int8", "int4"]
+BOUND_PAGES, BOUND_BYTES = (
+    16,
+    2,
+)  # whose bounds lie side by side; of one of the two bounds of a feature, see `page_choice`
+FIXED_PAGES = 3  # that are attended to beside chosen ones: the first, the one before the own, the own
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 
 # Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
 # as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
 TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
+# Of each token, where some choose the pages that they attend to: the bounds of its sequence's pages, 0 where it attends
+# to all; how many blocks of 16 pages those have; how many it chooses; and how many pages the tables of a key head have
+# before its own.
+CHOICE_WORDS = ("bounds", "blocks", "pages", "table")
+# Of each sequence that has such tokens: the addresses of its pages, their bounds and how many blocks those have, where
+# it says of each layer how many pages have bounds, and how many must have some now.
+BOUND_WORDS = ("pages", "bounds", "blocks", "made", "wanted")
 # Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
 # where other tasks have the other sections; -1 where it has them all.
 TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
@@ -138,6 +150,16 @@ class KVShape:
     def can_be_coded(self) -> bool:
         """Return whether groups of 32 features divide what is rotated together before it is coded."""
         return self.head_dim % GROUP == 0 == self.latent_dim % GROUP
+
+
+def bound_bytes(shape: KVShape, pages: int) -> int:
+    """Return the bytes of the bounds of so many pages of one layer."""
+    return pages * shape.num_heads * shape.head_dim * 2 * BOUND_BYTES
+
+
+def attended_tokens(chosen_pages: int | None) -> int | None:
+    """Return to how many tokens one attends, at most, that chooses so many pages; None: to all."""
+    return None if chosen_pages is None else (chosen_pages + FIXED_PAGES) * PAGE_TOKENS
 
 
 def most_blocks(pairs: int, num_experts: int, block_rows: int) -> int:

@@ -86,7 +86,8 @@ class Attention:
             if len(v[0]):
                 write(pages, segment.past, k, v[rows])
             options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
-            mixed.append(paged_attention(q, pages, segment.past, sinks=self.sinks, **options))
+            choice = segment.kv.choice if config.window is None else None
+            mixed.append(paged_attention(q, pages, segment.past, sinks=self.sinks, choice=choice, **options))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _normalised(self, qk: Tensor) -> Tensor:

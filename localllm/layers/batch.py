@@ -40,7 +40,7 @@ class Batch:
     rotaries: tuple[Rotary, ...]  # the model's
     # What a stage leaves to later ones: the input of a layer whose second block reads it, embeddings of all layers.
     carried: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    _native: dict[tuple[int, KVShape], NativeAttention] = field(default_factory=dict, compare=False, repr=False)
+    _native: dict[tuple[int, KVShape, bool], NativeAttention] = field(default_factory=dict, compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -51,15 +51,21 @@ class Batch:
         return tuple(segment for segment in self.segments if segment.kv.adapters)
 
     @cached_property
+    def chooses(self) -> bool:
+        """Whether a token of it chooses the pages that it attends to, in layers without a window."""
+        return any(segment.chooses for segment in self.segments)
+
+    @cached_property
     def rotations(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """cos, sin [T, 1, rotary_dim] of each of the RoPEs, for all layers: a kernel of a GPU makes its own."""
         return tuple(rotary(self.positions, self.segments) for rotary in self.rotaries)
 
     def native_attention(self, config: KeyValue, layer: int) -> NativeAttention:
         """Return the compiled attention; its tables are made once for all layers with such heads."""
-        key = config.num_heads, config.kv_shape
+        chooses = config.window is None and self.chooses
+        key = config.num_heads, config.kv_shape, chooses
         if key not in self._native:
-            self._native[key] = NativeAttention(self.segments, config.num_heads, layer)
+            self._native[key] = NativeAttention(self.segments, config.num_heads, layer, chooses=chooses)
         return self._native[key]
 
     def on(self, device: torch.device) -> Batch:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,17 @@ from localllm.kernels.cpu_paged import (
     AttentionPlace,
     AttentionRoom,
     AttentionTables,
+    ChoiceRoom,
+    ChosenPages,
     LatentPlace,
     Words,
     row_counts_of,
 )
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.kernels.page_choice import FIXED_PAGES, PageChoice
 from localllm.layers.config import AttentionConfig, LatentAttentionConfig
-from localllm.layers.segment import Segment
+from localllm.layers.segment import KVStore, Segment
 
 _HOST = torch.device("cpu")
 
@@ -46,17 +49,18 @@ def is_native(segments: Sequence[Segment], x: Tensor) -> bool:
 class NativeAttention:
     """The tables of one batch, for all layers whose heads are like those of this one."""
 
-    def __init__(self, segments: Sequence[Segment], heads: int, layer: int) -> None:
-        """heads: of queries."""
+    def __init__(self, segments: Sequence[Segment], heads: int, layer: int, *, chooses: bool = False) -> None:
+        """heads: of queries. chooses: tokens that do not attend to all pages choose theirs."""
         kv = segments[0].kv
         self.layouts = kv.layouts_of(layer)
         self._places = kv.places
         groups = 1 + max(group for group, _ in kv.places)
         kv_heads, value_dim = self.layouts[0].num_kv_heads, self.layouts[0].value_dim
-        tables = attention_tables(
-            segments, heads, kv_heads, groups, torch.get_num_threads(), row_counts_of(self.layouts[0])
-        )
-        self._room = AttentionRoom(len(tables.tasks), len(tables.merges), tables.num_parts, kv_heads, value_dim)
+        threads, rows, group = torch.get_num_threads(), row_counts_of(self.layouts[0]), kv.places[layer][0]
+        tables = attention_tables(segments, heads, kv_heads, groups, threads, rows, group if chooses else None)
+        choice = None if tables.chosen is None else ChoiceRoom(tables.chosen, len(tables.chosen.choices), kv_heads)
+        sizes = len(tables.tasks), len(tables.merges), tables.num_parts
+        self._room = AttentionRoom(*sizes, kv_heads, value_dim, choice)
         self._room.place(tables)
         self._tokens = [torch.tensor(words) for words in tables.tokens]
         self._rows, self._is_split = tables.rows, tables.is_split
@@ -111,41 +115,41 @@ def attention_tables(
     groups: int,
     threads: int,
     row_counts: Sequence[int] = ROW_COUNTS,
+    choosing: int | None = None,
 ) -> AttentionTables:
-    """heads: of queries; groups: of layers; row_counts: those that a kernel's task may have. Where there are too few
-    tasks for the threads, each has one section of its keys: which sections there are does not depend on it, and so
-    neither does a bit of what comes out."""
+    """heads: of queries; groups: of layers; row_counts: those that a kernel's task may have; choosing: the group of the
+    layers in which tokens choose their pages. Where there are too few tasks for the threads, each has one section of
+    its keys: which sections there are does not depend on it, and so neither does a bit of what comes out."""
     group = heads // kv_heads
     longest = max(segment.end - segment.begin for segment in segments)
     rows = next((count for count in row_counts if count >= longest * group), row_counts[-1])
-    runs = []
-    for segment in segments:
-        begin, end = segment.past, segment.past + segment.end - segment.begin
-        for first in (begin, *range((begin // PAGE_TOKENS + 1) * PAGE_TOKENS, end, PAGE_TOKENS)):
-            runs.append(_PageRun(segment, first, min(end, (first // PAGE_TOKENS + 1) * PAGE_TOKENS)))
+    runs = [run for segment in segments for run in _page_runs(segment, choosing)]
     tokens = [[word for run in runs for word in run.tokens(index)] for index in range(groups)]
     tasks = [
         (run, first, min(rows, run.end_row(group) - first)) for run in runs for first in run.first_rows(group, rows)
     ]
+    chosen = None if choosing is None else _chosen_pages(runs, choosing, threads)
     whole: Words = [(run.segment.begin, first, count, 0, run.sections, -1) for run, first, count in tasks]
     if len(tasks) * kv_heads >= 2 * threads or max(run.sections for run in runs) == 1:
-        return AttentionTables(rows, tokens, whole, [], 0)
+        return AttentionTables(rows, tokens, whole, [], 0, chosen)
     parts, split, merges = 0, [], []
     for run, first, count in tasks:
         split += [(run.segment.begin, first, count, s, s + 1, parts + s * count) for s in range(run.sections)]
         places = ((run.segment.begin + row // group, row % group) for row in range(first, first + count))
         merges += [(*place, parts + i, count, run.sections) for i, place in enumerate(places)]
         parts += run.sections * count
-    return AttentionTables(rows, tokens, split, merges, parts)
+    return AttentionTables(rows, tokens, split, merges, parts, chosen)
 
 
 @dataclass(frozen=True)
 class _PageRun:
-    """The tokens [begin, end) of a segment, counted in positions, which stand in one page."""
+    """The tokens [begin, end) of a segment, counted in positions, which stand in one page. choice: by which the only
+    one chooses its pages."""
 
     segment: Segment
     begin: int
     end: int
+    choice: PageChoice | None = None
 
     @property
     def number(self) -> int:
@@ -153,7 +157,8 @@ class _PageRun:
 
     @property
     def sections(self) -> int:
-        return self.number // SECTION_PAGES + 1
+        seen = self.number + 1 if self.choice is None else self.choice.pages + FIXED_PAGES
+        return -(-seen // SECTION_PAGES)
 
     def tokens(self, index: int) -> Words:
         kv = self.segment.kv
@@ -167,3 +172,41 @@ class _PageRun:
 
     def first_rows(self, group: int, rows: int) -> range:
         return range((self.begin - self.segment.past) * group, self.end_row(group), rows)
+
+
+def _page_runs(segment: Segment, choosing: int | None) -> Iterator[_PageRun]:
+    """Yield the runs of a segment; a token that chooses its pages is one by itself."""
+    begin, end = segment.past, segment.past + segment.end - segment.begin
+    choice = None if choosing is None else segment.kv.choice
+    first_chosen = end if choice is None else max(begin, min(end, choice.first_position))
+    first = begin
+    while first < first_chosen:
+        last = min(first_chosen, (first // PAGE_TOKENS + 1) * PAGE_TOKENS)
+        yield _PageRun(segment, first, last)
+        first = last
+    for position in range(first_chosen, end):
+        yield _PageRun(segment, position, position + 1, choice)
+
+
+def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenPages:
+    """group: of layers."""
+    choices: list[tuple[int, ...]] = []
+    wanted: dict[KVStore, int] = {}
+    table = 0
+    for run in runs:
+        if run.choice is None:
+            choices += [(0, 0, 0, 0)] * (run.end - run.begin)
+            continue
+        kv, pages = run.segment.kv, run.choice.pages
+        bounds = kv.bounds(group)
+        choices.append((bounds.bounds.data_ptr(), bounds.blocks, pages, table))
+        table += pages + FIXED_PAGES
+        wanted[kv] = max(wanted.get(kv, 0), run.number - 1)
+    sequences = [_bound_words(kv, group, count) for kv, count in wanted.items()]
+    return ChosenPages(choices, sequences, threads)
+
+
+def _bound_words(kv: KVStore, group: int, wanted: int) -> tuple[int, ...]:
+    bounds = kv.bounds(group)
+    pages = kv.addresses(group, _HOST).data_ptr()
+    return pages, bounds.bounds.data_ptr(), bounds.blocks, bounds.made.data_ptr(), wanted

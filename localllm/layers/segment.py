@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
+from localllm.kernels.page_choice import PageBounds, PageChoice
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.state_shapes import StatePlace
 from localllm.layers.low_rank import AppliedAdapter
@@ -49,8 +50,16 @@ class StateStore(Protocol):
 class SpilledPages(Protocol):
     """Brings the pages that rest on the disk, layer by layer."""
 
-    def begin(self, layers: Sequence[int], kvs: Sequence[Any]) -> None:
-        """A forward of these sequences begins, through these layers."""
+    @property
+    def brings(self) -> bool:
+        """Return whether `bring` is to be called for what a layer's tokens have chosen."""
+
+    def begin(self, layers: Sequence[int], kvs: Sequence[Any], *, chooses: bool) -> None:
+        """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
+        attend to, and the caller calls `bring` for those."""
+
+    def bring(self, layer: int, chosen: Tensor) -> None:
+        """Write the addresses of a layer's pages in place of their numbers, once they are in memory."""
 
     def held(self, layer: int) -> AbstractContextManager[None]:
         """Inside, the pages of a layer have addresses. Raises LocalLLMError where they cannot be brought."""
@@ -87,6 +96,13 @@ class KVStore(Protocol):
     def layouts_of(self, layer: int) -> tuple[PageLayout, PageLayout | None]:
         """Return the layouts of a layer's dense pages and of its coded ones."""
 
+    @property
+    def choice(self) -> PageChoice | None:
+        """Return by what tokens choose the pages that they attend to; None where they attend to all."""
+
+    def bounds(self, group: int) -> PageBounds:
+        """Return the bounds of a group's pages, by which tokens choose."""
+
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
         """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
 
@@ -113,18 +129,32 @@ class Segment:
     rope_length: int  # tokens by which length-dependent RoPE scalings choose their frequencies
 
     @property
+    def chooses(self) -> bool:
+        """Return whether a token of them chooses the pages that it attends to."""
+        choice = self.kv.choice
+        return choice is not None and self.past + self.end - self.begin > choice.first_position
+
+    @property
+    def all_choose(self) -> bool:
+        """Return whether all of its tokens choose the pages that they attend to."""
+        choice = self.kv.choice
+        return choice is not None and self.past >= choice.first_position
+
+    @property
     def changes_state(self) -> bool:
         """Whether these tokens change recurrent states in place, so that they cannot be computed again."""
         return self.kv.state is not None and self.kv.state.committed > self.past
 
 
-def ring_of(segments: Iterable[Segment], layers: Sequence[int]) -> SpilledPages | None:
+def ring_of(segments: Sequence[Segment], layers: Sequence[int], *, can_bring: bool) -> SpilledPages | None:
     """Begin a forward of these segments through these layers; return what brings their pages from the disk, if any
-    rest there."""
-    kvs = [segment.kv for segment in segments]
-    ring = next((kv.ring for kv in kvs if kv.ring is not None), None)
+    rest there. can_bring: the caller calls `bring`."""
+    spilled = [segment for segment in segments if segment.kv.ring is not None]
+    ring = spilled[0].kv.ring if spilled else None
     if ring is not None:
-        ring.begin(layers, kvs)
+        ring.begin(
+            layers, [each.kv for each in spilled], chooses=can_bring and all(each.all_choose for each in spilled)
+        )
     return ring
 
 

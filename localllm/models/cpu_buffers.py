@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from localllm.kernels import cpu_rope
 from localllm.kernels.cpu_delta import DeltaRoom
@@ -12,7 +13,7 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_mamba2 import Mamba2Room
-from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, Layouts, row_counts_of
+from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, ChoiceRoom, Layouts, row_counts_of
 from localllm.kernels.cpu_scan import ScanRoom
 from localllm.kernels.cpu_short_conv import ConvRoom
 from localllm.kernels.cpu_states import PlacedStates, StateTables
@@ -40,6 +41,8 @@ from localllm.models.decoder import Block, Decoder
 
 _SEGMENTS = 8  # of a batch, at first
 
+AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
+
 
 class Attending:
     """The rows of a batch that attend together in layers with heads of one shape, and the room for that.
@@ -47,12 +50,15 @@ class Attending:
     rows: of a task, at most. room: another one where it had to grow, at which other tapes point.
     """
 
-    def __init__(self, shape: HeadShape, layer: int, rows: int) -> None:
-        """layer: one of those with such heads, as caches count them. rows: the most tokens of a forward."""
+    def __init__(self, shape: HeadShape, layer: int, rows: int, *, chooses: bool = False) -> None:
+        """layer: one of those with such heads, as caches count them. rows: the most tokens of a forward. chooses:
+        tokens that do not attend to all pages choose theirs; the layer has no window then."""
+        self._most_tokens, self._chooses = rows, chooses
         self._heads, self._kv = shape
         self._value_dim = shape.value_dim
         self._layer = layer
-        self.room = AttentionRoom(rows * self._heads, 1, 1, self._kv.num_heads, shape.value_dim)
+        tasks = 1 if chooses else rows * self._heads  # where none choose, no room is taken for it
+        self.room = AttentionRoom(tasks, 1, 1, self._kv.num_heads, shape.value_dim)
         self.rows, self.is_split = 1, False
         self.layouts: Layouts | None = None
 
@@ -61,17 +67,19 @@ class Attending:
         kv_heads, threads = self._kv.num_heads, torch.get_num_threads()
         self.layouts = segments[0].kv.layouts_of(self._layer)
         row_counts = row_counts_of(self.layouts[0])
-        tables = attention_tables(segments, self._heads, kv_heads, groups, threads, row_counts)
+        choosing = segments[0].kv.places[self._layer][0] if self._chooses else None
+        tables = attention_tables(segments, self._heads, kv_heads, groups, threads, row_counts, choosing)
         if not self.room.holds(tables):
             tasks = max(self.room.tasks, 2 * len(tables.tasks))
             sizes = tasks, 2 * len(tables.merges), 2 * tables.num_parts
-            self.room = AttentionRoom(*sizes, kv_heads, self._value_dim)
+            choice = None if tables.chosen is None else ChoiceRoom(tables.chosen, self._most_tokens, kv_heads)
+            self.room = AttentionRoom(*sizes, kv_heads, self._value_dim, choice)
         self.room.place(tables)
         self.rows, self.is_split = tables.rows, tables.is_split
         return tables
 
     @property
-    def key(self) -> tuple[int, bool, Layouts | None, AttentionRoom]:
+    def key(self) -> AttendingKey:
         """What a tape for this batch depends on."""
         return self.rows, self.is_split, self.layouts, self.room
 
@@ -137,12 +145,16 @@ class Buffers:
         mixers = [body for block in decoder.blocks for body in block.mixers]
         bodies = [body for body in mixers if isinstance(body, Attention | LatentAttention)]
         layers = {head_shape(body.config): body.layer for body in reversed(bodies)}
-        self.attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
+        self._attending = {shape: Attending(shape, layer, rows) for shape, layer in layers.items()}
+        # In layers without a window, where a token of a batch chooses its pages.
+        whole = {head_shape(body.config): body.layer for body in reversed(bodies) if body.config.window is None}
+        self._choosing = {shape: Attending(shape, layer, rows, chooses=True) for shape, layer in whole.items()}
         # Of each token and layer what a gate makes, and beside it what is gated.
         per_layer = config.per_layer
         per_layer_shape = (0, 0) if per_layer is None else (config.num_layers, per_layer.features)
         self.per_layer = torch.zeros(padded, per_layer_shape[0], 2, per_layer_shape[1])
         self.rwkv7 = Rwkv7Room(config.recurrents, padded)
+        self._chooses = False
         self.states = StateRooms(config.state_shapes, rows, _SEGMENTS)
         self.gates = torch.zeros(padded * max((each.gate_features for each in config.recurrents), default=0))
         self.low_rank = LowRankRoom(isa, native_sites(decoder))
@@ -150,7 +162,23 @@ class Buffers:
 
     @property
     def rooms(self) -> tuple[AttentionRoom, ...]:
-        return tuple(each.room for each in self.attending.values())
+        return tuple(each.room for each in (*self._attending.values(), *self._choosing.values()))
+
+    @property
+    def attending_keys(self) -> tuple[AttendingKey, ...]:
+        """What a tape for the batch that was placed depends on."""
+        choosing = self._choosing.values() if self._chooses else ()
+        return tuple(each.key for each in (*self._attending.values(), *choosing))
+
+    def attending(self, config: KeyValue) -> Attending:
+        """Return which rows attend together in such a layer."""
+        chooses = self._chooses and config.window is None
+        return (self._choosing if chooses else self._attending)[head_shape(config)]
+
+    def chosen_pages(self, block: Block) -> Tensor:
+        """Return the addresses of the pages that tokens of the batch have chosen in a block, int64 [n]."""
+        (body,) = [body for body in block.mixers if isinstance(body, Attention)]
+        return self.attending(body.config).room.chosen
 
     def place(self, batch: Batch) -> None:
         """Place a batch: where each token's keys go, and which rows attend together."""
@@ -161,9 +189,12 @@ class Buffers:
         for (scale, growth), scales in self.scales.items():
             if growth is not None:
                 scales[: len(batch)] = scale * query_growth(growth, batch.positions)
-        placed = [attending.place(batch.segments, len(self.groups)) for attending in self.attending.values()]
+        placed = [attending.place(batch.segments, len(self.groups)) for attending in self._attending.values()]
         for own, words in zip(self.tokens, placed[0].tokens if placed else (), strict=True):  # for heads of any shape
             own[: len(words)] = torch.tensor(words)
+        self._chooses = batch.chooses
+        for attending in self._choosing.values() if self._chooses else ():
+            attending.place(batch.segments, len(self.groups))
         if self.states.shapes:
             self.states = self.states.placed(placed_states(batch.segments))
         self.low_rank.place([_adapted_rows(segment) for segment in batch.adapted_segments])

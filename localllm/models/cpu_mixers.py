@@ -20,7 +20,6 @@ from localllm.layers.mamba2 import Mamba2
 from localllm.layers.norm import RMSNorm, as_rms
 from localllm.layers.recurrent import Recurrent
 from localllm.layers.short_conv import ShortConv
-from localllm.models.cpu_buffers import head_shape
 from localllm.models.cpu_mamba_steps import mamba_steps
 from localllm.models.cpu_products import Products, packed_parts, required
 
@@ -59,7 +58,7 @@ def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[St
         yield write.norm(k_norm, keys, keys, KH * D, stride, adds=False)
     norms = (q_norm, k_norm) if config.qk_norm == "head" else (None, None)
     where: cpu_rope.Norms = "none" if norms[0] is None else "last" if config.rotates_first else "first"
-    attending = room.attending[head_shape(config)]
+    attending = room.attending(config)
     assert attending.layouts is not None, "a batch was placed"
     dense, coded = attending.layouts
     group, index = next((g, layers.index(body.layer)) for g, layers in enumerate(room.groups) if body.layer in layers)
@@ -104,7 +103,7 @@ def _latent_attention(write: Products, body: LatentAttention, norm: RMSNorm | No
     else:
         yield write.quantize(body.q_proj, room.wide, body.q_norm, stride)
     yield from write.multiply(body.q_proj, room.queries, adds=False)
-    attending = room.attending[head_shape(config)]
+    attending = room.attending(config)
     assert attending.layouts is not None, "a batch was placed"
     group, index = write.page_place(body.layer)
     turning, width = room.queries[H * config.plain_dim :], config.query_features

@@ -20,7 +20,7 @@ from localllm.kernels.cpu_expert_room import COMBINE_STEP, GROUP_STEP, ExpertRoo
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Step
-from localllm.kernels.cpu_paged import AttentionRoom, Layouts
+from localllm.kernels.cpu_paged import AttentionRoom, is_choice
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
 from localllm.layers.adapted import add_to_embedding, add_to_logits
@@ -30,8 +30,9 @@ from localllm.layers.mlp import SplitMLP
 from localllm.layers.moe import MoE
 from localllm.layers.per_layer import INPUTS, looked_up_alone
 from localllm.layers.rwkv7 import FIRST_VALUES, Rwkv7ChannelMix, Rwkv7TimeMix
+from localllm.layers.segment import SpilledPages
 from localllm.models.capabilities import fills_vectors
-from localllm.models.cpu_buffers import Buffers, StateRooms, mixtures_of
+from localllm.models.cpu_buffers import AttendingKey, Buffers, StateRooms, mixtures_of
 from localllm.models.cpu_mixture import is_native
 from localllm.models.cpu_products import has_native_matrices, packed_matrix, packed_parts
 from localllm.models.cpu_steps import NORM_STEPS, Guesser, Recorder
@@ -43,9 +44,8 @@ from localllm.quant.dense import dense_name
 
 _ADAPTED_TAPES = 32  # that are kept: one for each set of layers that adapters change, and number of rows
 
-_AttendingKey = tuple[int, bool, Layouts | None, AttentionRoom]
 _TapeKey = tuple[
-    int, frozenset[str], tuple[_AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
+    int, frozenset[str], tuple[AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
 ]
 
 
@@ -98,7 +98,7 @@ class CpuProgram:
             self._tapes.clear()
             self._room = Buffers(self.decoder, self.isa, rows)
         room = self._room
-        ring = self.decoder.ring_of(batches)
+        ring = self.decoder.ring_of(batches, can_bring=True)
         if on_block is None and len(batches) == 1 and not self._waits and ring is None:
             return self._in_one_call(room, batches[0], on_states)
         # A guess is judged by the pool's next call, which is another batch's where there are several.
@@ -108,7 +108,7 @@ class CpuProgram:
         for index, block in enumerate(self.decoder.blocks):
             with self.decoder.stream.held(block.name), pages_held(ring, block):
                 for batch, x in zip(batches, states, strict=True):
-                    self._run_block(room, batch, index, x, foresees=foresees)
+                    self._run_block(room, batch, index, x, ring, foresees=foresees)
                     if on_block is not None:
                         on_block(block, x)
         if on_states is not None:
@@ -173,8 +173,11 @@ class CpuProgram:
                 states.append(x if len(batches) == 1 else x.clone())
         return states
 
-    def _run_block(self, room: Buffers, batch: Batch, index: int, x: Tensor, *, foresees: bool) -> None:
-        """Run x [T, hidden] through a block, in place. foresees: whether the next block's experts are guessed."""
+    def _run_block(
+        self, room: Buffers, batch: Batch, index: int, x: Tensor, ring: SpilledPages | None, *, foresees: bool
+    ) -> None:
+        """Run x [T, hidden] through a block, in place. ring: of pages on the disk. foresees: whether the next block's
+        experts are guessed."""
         is_in_room = x.data_ptr() == room.x.data_ptr()
         whole = self._placed(room, batch)
         if not is_in_room:
@@ -191,6 +194,10 @@ class CpuProgram:
         elif isinstance(body, Rwkv7TimeMix) and not is_in_room:
             self._run_time_mix(room, whole, index, body, batch)
         else:
+            if ring is not None and ring.brings and index in whole.chosen:
+                whole.tape.run(begin, whole.chosen[index])
+                (layer,), begin = block.attended_layers, whole.chosen[index]
+                ring.bring(layer, room.chosen_pages(block))
             whole.tape.run(begin, end)
         if not is_in_room:
             x.copy_(room.x[: len(x)])
@@ -261,21 +268,23 @@ class CpuProgram:
         # A tape points at the attention's room, which is another one where it had to grow.
         experts = None if room.experts is None else room.experts.room(room.activations.rows)
         rows = room.activations.block_rows
-        attending = tuple(each.key for each in room.attending.values())
-        key = (rows, room.low_rank.changed, attending, experts, room.states, room.rooms)
+        key = (rows, room.low_rank.changed, room.attending_keys, experts, room.states, room.rooms)
         if key not in self._tapes:
             if room.low_rank.changed and sum(bool(kept[1]) for kept in self._tapes) >= _ADAPTED_TAPES:
                 self._tapes = {kept: tape for kept, tape in self._tapes.items() if not kept[1]}
             self._tapes = {kept: tape for kept, tape in self._tapes.items() if kept[-2:] == key[-2:]}
             recorder = Recorder(self.isa, room, rows, self.decoder, experts)
             steps: list[Step] = [*recorder.embed()]
-            starts = [len(steps)]
-            for block in self.decoder.blocks:
-                steps += recorder.block(block)
+            starts, chosen = [len(steps)], {}
+            for index, block in enumerate(self.decoder.blocks):
+                for step in recorder.block(block):
+                    steps.append(step)
+                    if is_choice(step):
+                        chosen[index] = len(steps)
                 starts.append(len(steps))
             head = [] if packed_matrix(self.decoder.head) is None else [*recorder.head(room.wide)]
             output = (head[-1][1], head[-1][0].pointers.index("y")) if head else None
-            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guessers())
+            self._tapes[key] = _WholeTape(Tape(steps + head), tuple(starts), output, recorder.guessers(), chosen)
         return self._tapes[key]
 
 
@@ -294,3 +303,4 @@ class _WholeTape:
     starts: tuple[int, ...]  # of each block, in steps, and of the head; before the first is the embedding, if anything
     head: tuple[ctypes.Array[ctypes.c_int64], int] | None  # the last step's words, and the one of y: each forward's own
     guessers: Mapping[int, Guesser]  # by the number of the block whose input tells
+    chosen: Mapping[int, int]  # the step behind the choice of pages, by the number of the block

@@ -182,10 +182,12 @@ class Decoder:
         """The device on which the state of each layer that has one is used."""
         return tuple(block.device for block in self.blocks for body in block.mixers if isinstance(body, Recurrent))
 
-    def ring_of(self, batches: Sequence[Batch]) -> SpilledPages | None:
-        """Begin a forward; return what brings pages from the disk for its layers, if any rest there."""
+    def ring_of(self, batches: Sequence[Batch], *, can_bring: bool = False) -> SpilledPages | None:
+        """Begin a forward; return what brings pages from the disk for its layers, if any rest there. can_bring: see
+        `SpilledPages.begin`."""
         layers = [layer for block in self.blocks for layer in block.attended_layers]
-        return ring_of((segment for batch in batches for segment in batch.segments), layers)
+        segments = [segment for batch in batches for segment in batch.segments]
+        return ring_of(segments, layers, can_bring=can_bring)
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,

@@ -154,7 +154,8 @@ class Costs:
     def _serial_s(self, phase: _Phase, depth: int, rows: int) -> float:
         """Return the seconds of what is computed, block after block, on the device or on the host."""
         work, rates, card = self.work, self.rates, self.card
-        kv_bytes = rows * depth * self.shape.kv_bytes_per_token / ATTENTION_SHARE / 1e9
+        of_row = depth * self.shape.kv_bytes_per_token if phase == "prompt" else self.shape.attended_bytes(depth)
+        kv_bytes = rows * of_row / ATTENTION_SHARE / 1e9
         seconds = STEP_S + kv_bytes * (1 - work.kv_share) / rates.matrix_gbs
         seconds += self._matrices_s(rows, work.host_bytes, rates.matrix_gbs, rates.compute_gops)
         if card is not None:
@@ -180,7 +181,7 @@ class Costs:
 
     def _pages_s(self, num_tokens: int) -> float:
         """Return the seconds in which the disk gives the keys and values of so many tokens."""
-        num_bytes = num_tokens * self.shape.kv_bytes_per_token
+        num_bytes = num_tokens * self.shape.page_bytes_per_token
         return num_bytes / self.rates.disk_gbs / 1e9 * self.corrections.of(self._term("step", "disk"))
 
     def _missed_s(self, rows: int) -> float:

@@ -75,6 +75,8 @@ class ModelShape:
     state_bytes: int  # of a token that waits between two blocks while others pass
     logits_bytes: int  # of one token
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
+    bound_bytes_per_token: int = 0  # of these, what tokens choose by that do not attend to all before them
+    chosen_tokens: int | None = None  # that a token of an answer attends to, at most; None: all
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     kv_layers: int = 1  # that have keys and values
     resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
@@ -100,7 +102,7 @@ class ModelShape:
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         """Return the memory of so many tokens of all sequences together. Those on the disk pass through a ring that has
         room for two layers."""
-        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.kv_bytes_per_token
+        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
         return (
             num_tokens * self.kv_bytes_per_token
             - spilled_bytes
@@ -111,6 +113,17 @@ class ModelShape:
     def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
         """Return how many of so many tokens rest on the disk."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
+
+    @property
+    def page_bytes_per_token(self) -> int:
+        """Return the bytes of a token's keys and values alone."""
+        return self.kv_bytes_per_token - self.bound_bytes_per_token
+
+    def attended_bytes(self, depth: int) -> int:
+        """Return the bytes that a token of an answer reads of so many others."""
+        if self.chosen_tokens is None or depth <= self.chosen_tokens:
+            return depth * self.page_bytes_per_token
+        return self.chosen_tokens * self.page_bytes_per_token + depth * self.bound_bytes_per_token
 
     @property
     def lm_head(self) -> BlockShape:

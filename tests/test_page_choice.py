@@ -1,0 +1,243 @@
+"""Tokens that choose the pages they attend to: the CPU's kernels beside torch's operators, and both beside full
+attention."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from localllm import hub
+from localllm.bench.random_model import word_tokenizer
+from localllm.cache.kv_format import KV_FORMATS, KVFormat
+from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.pages import HOST
+from localllm.engine.engine import Engine
+from localllm.engine.events import ignore
+from localllm.engine.loader import LoadedModel
+from localllm.engine.placement import require_choice
+from localllm.engine.planner import ModelPlanner
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.residency import new_pages as new_kv_pages
+from localllm.engine.runner import ModelRunner
+from localllm.engine.speculative.choice import Speculate
+from localllm.engine.step_types import Chunk
+from localllm.errors import UsageError
+from localllm.kernels.paged_attention import paged_attention
+from localllm.kernels.sizes import KVShape
+from localllm.layers.config import AttentionConfig, RopeConfig
+from localllm.layers.native_attention import NativeAttention
+from localllm.layers.segment import Segment
+from localllm.models.families import load_config
+from localllm.models.shapes import find_shape
+from localllm.offload.planner.model_shape import ModelShape
+from localllm.settings import EngineConfig
+from tests.cli_support import run_cli
+from tests.engine_support import answered, generated
+from tests.kv_support import LAYERS, filled
+from tests.kv_support import random as random_numbers
+from tests.test_paged_attention import native
+from tests.test_prefix_cache import VOCAB, decoder
+from tests.thinning import examples
+
+LAYER = 1
+every_format = pytest.mark.parametrize("kv_format", KV_FORMATS.values(), ids=KV_FORMATS)
+CONFIG = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, rope=RopeConfig(), rotary_dim=64, scale=0.125)
+
+
+def new_pages(kv_format: KVFormat, chosen_pages: int | None, config: AttentionConfig = CONFIG) -> KVPages:
+    """Two layers, the first with a window where the config has one. Bytes that no token has been written to are 255."""
+    shape, same = KVShape(config.num_kv_heads, config.head_dim), [HOST] * LAYERS
+    windows = [config.window] * LAYERS
+    options = {"windows": windows, "devices": same, "shapes": [shape] * LAYERS, "chosen_pages": chosen_pages}
+    return KVPages(kv_format, dtype=torch.float32, **options)
+
+
+def choosing(kv_format: KVFormat, past: int, count: int, chosen_pages: int | None, attend_from: int = 0) -> PagedKV:
+    """A sequence of `past` tokens that has room for more."""
+    kv = filled(new_pages(kv_format, chosen_pages), past, count, seed=past)
+    kv.attend_from = attend_from
+    return kv
+
+
+def attended(kvs: list[PagedKV], news: list[int], config: AttentionConfig = CONFIG, layer: int = LAYER) -> Tensor:
+    """What the kernels make of so many more tokens of each, [T, H, D], as one batch; they are written."""
+    segments, end = [], 0
+    for kv, new in zip(kvs, news, strict=True):
+        segments.append(Segment(end, end + new, kv, kv.length, rope_length=0))
+        end += new
+    qkv = torch.cat([rows_of(kv, new, config) for kv, new in zip(kvs, news, strict=True)])
+    chooses = any(segment.chooses for segment in segments)
+    return NativeAttention(segments, config.num_heads, layer, chooses=chooses)(qkv, config, layer)
+
+
+def rows_of(kv: PagedKV, count: int, config: AttentionConfig = CONFIG) -> Tensor:
+    """Queries, keys and values of a sequence's next tokens, the same whenever they are computed."""
+    rows = random_numbers(kv.capacity, config.num_heads + 2 * config.num_kv_heads, config.head_dim, seed=kv.capacity)
+    return rows[kv.length : kv.length + count].clone()
+
+
+def by_operators(kv: PagedKV, count: int) -> Tensor:
+    """The same of tokens that were written."""
+    q = rows_of(kv, count)[:, : CONFIG.num_heads]
+    return paged_attention(q, kv.layer(LAYER, kv.length, count), kv.length, scale=CONFIG.scale, choice=kv.choice)
+
+
+@native
+@every_format
+@pytest.mark.parametrize(("past", "count"), [(640, 1), (1090, 70), (1300, 3)])
+def test_the_kernels_choose_as_the_operators_do(kv_format, past, count):
+    kv = choosing(kv_format, past, count, 3)
+    ours = attended([kv], [count])
+    torch.testing.assert_close(ours, by_operators(kv, count), rtol=1e-4, atol=1e-5)
+    kv.attend_from = None
+    assert not torch.allclose(ours, by_operators(kv, count), atol=1e-3), "as many pages as there are were attended to"
+
+
+@native
+@every_format
+@pytest.mark.parametrize("chosen", [8, 40])
+def test_who_chooses_all_pages_attends_with_the_bits_of_full_attention(kv_format, chosen):
+    """Pages 0 to 10: eight are between the first one and the last two."""
+    full, ours = (choosing(kv_format, 690, 14, chosen_pages) for chosen_pages in (None, chosen))
+    assert torch.equal(attended([full], [14]), attended([ours], [14]))
+    seven = choosing(kv_format, 690, 14, 7)
+    assert not torch.equal(attended([seven], [14]), attended([ours], [14]))
+
+
+IDS = [random.Random(1).randrange(3, VOCAB) for _ in range(460)]  # eight pages
+FROM = 200  # in the fourth page, from where on tokens choose; one of those between the first and the last two
+
+
+def sequence(model: str, kv: str) -> PagedKV:
+    made = new_kv_pages(decoder(model), KV_FORMATS[kv], chosen_pages=1).new(len(IDS))
+    made.attend_from = FROM
+    return made
+
+
+@cache
+def one_by_one(model: str, kv: str) -> Tensor:
+    """The logits of all tokens behind FROM, each computed by itself behind a prompt."""
+    runner, store = ModelRunner(decoder(model)), sequence(model, kv)
+    runner.forward([Chunk(IDS[:FROM], store, FROM)])
+    return torch.cat([runner.forward([Chunk(IDS[:end], store, 1)]) for end in range(FROM + 1, len(IDS) + 1)])
+
+
+@pytest.mark.parametrize(
+    ("model", "kv"), [("llama", "int8"), ("windowed", "int4"), ("hybrid", "k8v4"), ("odd", "bf16")]
+)
+@given(st.data())
+@settings(max_examples=examples(6), deadline=None)
+def test_what_a_token_chooses_depends_on_nothing_that_is_computed_beside_it(model, kv, data):
+    """Chunks of any size, tokens that are taken back, branches, and another sequence in the batch."""
+    runner = ModelRunner(decoder(model), batch_rows=data.draw(st.sampled_from([7, 64, 512])))
+    mine, other, expected = sequence(model, kv), sequence(model, kv), one_by_one(model, kv)
+    while mine.length < len(IDS):
+        begin = mine.length
+        ends = [begin + data.draw(st.integers(1, 130)), other.length + data.draw(st.integers(1, 90))]
+        if begin < FROM:
+            ends[0] = FROM
+        kvs = [mine] if other.length == len(IDS) else [mine, other]
+        chunks = [
+            Chunk(IDS[:end], kv, end - kv.length, all_logits=True)
+            for kv, end in zip(kvs, (min(end, len(IDS)) for end in ends), strict=False)
+        ]
+        logits = runner.forward(chunks)[: chunks[0].num_tokens]
+        if begin >= FROM:
+            assert torch.equal(logits, expected[begin - FROM : mine.length - FROM])
+        if mine.length > FROM and mine.state is None and data.draw(st.booleans()):
+            mine.trim(max(FROM, mine.length - data.draw(st.integers(1, 100))))
+        if mine.state is None and data.draw(st.booleans()):
+            mine = mine.branch(len(IDS))
+
+
+def chosen_engine(pages: int | None, **options: Any) -> Engine:
+    loaded = LoadedModel(decoder(), len(IDS) + 60)
+    return Engine(loaded, word_tokenizer(VOCAB), kv="int8", chosen_pages=pages, **options)
+
+
+def test_drafts_and_what_was_cached_change_no_token_and_no_answer_is_taken_for_a_prompt():
+    prompt = IDS[:380]
+    engine = chosen_engine(1)
+    plain = generated(engine, prompt, 100)
+    assert plain != generated(chosen_engine(None), prompt, 100), "every page was attended to"
+    assert generated(engine, prompt, 100) == plain, "behind a prompt that is cached"
+    drafting = chosen_engine(1, speculate=Speculate("ngram", 6))
+    assert generated(drafting, prompt, 100) == plain
+    first, second = answered(engine, *[Request((*prompt, *plain[:90]), params(3))] * 2)
+    assert first.token_ids == second.token_ids and first.finished.usage.cached_tokens == 320, "five pages of the prompt"
+
+
+def test_beams_choose_as_answers_do():
+    (wide,) = answered(chosen_engine(400), Request(tuple(IDS[:380]), params(20), beams=2))
+    (all_pages,) = answered(chosen_engine(None), Request(tuple(IDS[:380]), params(20), beams=2))
+    (narrow,) = answered(chosen_engine(1), Request(tuple(IDS[:380]), params(20), beams=2))
+    assert wide.token_ids == all_pages.token_ids != narrow.token_ids
+
+
+def test_pages_on_the_disk_are_chosen_alike():
+    found = []
+    for offload in ("off", "keep:256"):
+        config = EngineConfig(attend="top:2", kv_offload=offload, ctx=1024, weights="int8", speculate="off")
+        with closing(Engine.load("tiny", config)) as engine:
+            found.append(generated(engine, [each + 50 for each in IDS * 2][:700], 80))
+            assert (engine.residency.stream_clock.bytes_read > 0) == (offload != "off")
+    assert found[0] == found[1]
+
+
+def test_perplexity_is_that_of_tokens_which_choose():
+    losses = [chosen_engine(pages).perplexity(IDS, ctx=len(IDS)).nll for pages in (None, 50, 2, 1)]
+    assert losses[0] == losses[1] and len({*losses}) == 3
+
+
+def test_the_bounds_of_pages_are_counted():
+    """Two layers, two key heads, 32 features, two numbers of two bytes each; pages in blocks of 16."""
+    pages = chosen_engine(1).residency.kv_pages
+    before = pages.nbytes
+    kv = pages.new(900)
+    assert pages.nbytes - before - sum(pool.nbytes for group in pages.groups for pool in group.pools) == 2 * 16 * 256
+    kv.close()
+    assert pages.new(250).choice is None, "four pages are attended to in any case"
+
+
+@pytest.mark.parametrize(
+    ("model", "told"), [("deepseek-v2-lite", "latents"), ("rwkv7-1.5b", "no layer of it has keys")]
+)
+def test_what_has_no_pages_to_choose_from_is_refused(model, told):
+    ran = run_cli("plan", model, "--attend", "top:8")
+    assert ran.code == 2 and told in ran.err and "--attend all" in ran.err
+
+
+def test_a_gpu_is_refused():
+    config = load_config(hub.locate("tiny").directory)
+    with pytest.raises(UsageError, match="--attend top:8") as caught:
+        require_choice(config, EngineConfig(attend="top:8"), "cuda")
+    assert "--device cpu" in str(caught.value.fix)
+
+
+def test_a_plan_knows_the_bounds_and_what_is_read():
+    shapes = [planned_shape(attend) for attend in ("all", "top:16", "top:900")]
+    full, few, many = (each.attended_bytes(32_768) for each in shapes)
+    assert (
+        few < full / 10
+        and many > few
+        and shapes[0].kv_bytes(64) < shapes[1].kv_bytes(64) < 1.1 * shapes[0].kv_bytes(64)
+    )
+
+
+def planned_shape(attend: str) -> ModelShape:
+    found, wanted = find_shape("tinyllama-1.1b"), EngineConfig(attend=attend)
+    planner = ModelPlanner.of(found.name, None, found.config, replace(wanted, device="cpu"), None, ignore)
+    return planner.search(found.config).shape
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
