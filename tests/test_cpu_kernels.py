@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from localllm.kernels import (
     cpu_attention,
+    cpu_choice,
     cpu_embed,
     cpu_gemv,
     cpu_isa,
@@ -297,6 +298,8 @@ SOURCES: dict[str, Callable[[Isa], Kernel]] = {
     "norm quantize": lambda isa: cpu_quantize.quantize_source(64, "norm"),
     "rope": lambda isa: cpu_rope.rope_source(DENSE, CODED, 128, "first"),
     "attention": lambda isa: cpu_attention.attention_source(isa, DENSE, CODED, 4, has_softcap=True, has_sinks=True),
+    "bounds": lambda _isa: cpu_choice.bounds_source(PageLayout(2, 128, "int4", "int4", torch.bfloat16)),
+    "choose": lambda _isa: cpu_choice.choose_source(128),
     "combine": lambda isa: cpu_attention.combine_source(128, is_rotated=True, has_sinks=True),
     "norm": lambda isa: cpu_quantize.norm_source(adds=True),
     "gemv": lambda isa: cpu_gemv.gemv_source(8),

@@ -31,6 +31,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Chunk
 from localllm.errors import UsageError
+from localllm.kernels.kv_page import NOT_FINITE
 from localllm.kernels.paged_attention import paged_attention
 from localllm.kernels.sizes import KVShape
 from localllm.layers.config import AttentionConfig, RopeConfig
@@ -104,6 +105,22 @@ def test_the_kernels_choose_as_the_operators_do(kv_format, past, count):
 
 @native
 @every_format
+def test_a_page_that_is_not_finite_is_passed_over_by_no_query(kv_format):
+    """Of the first key head, in page 5 of 17: whose answer would else be a number."""
+    kv = choosing(kv_format, 1090, 1, 1)
+    held = kv.layer(LAYER, 1090, 1)
+    layout = held.coded or held.dense
+    keys, scales, *_ = layout.parts(held.pages[5])
+    if layout.is_dense:
+        keys[0, 3, 7] = float("inf")
+    else:
+        scales[0, 0, 7] = NOT_FINITE
+    for out in (attended([kv], [1]), by_operators(kv, 1)):
+        assert out[0, :2].isnan().all(1).all() and out[0, 2:].isfinite().all()
+
+
+@native
+@every_format
 @pytest.mark.parametrize("chosen", [8, 40])
 def test_who_chooses_all_pages_attends_with_the_bits_of_full_attention(kv_format, chosen):
     """Pages 0 to 10: eight are between the first one and the last two."""
@@ -155,6 +172,10 @@ def test_what_a_token_chooses_depends_on_nothing_that_is_computed_beside_it(mode
             assert torch.equal(logits, expected[begin - FROM : mine.length - FROM])
         if mine.length > FROM and mine.state is None and data.draw(st.booleans()):
             mine.trim(max(FROM, mine.length - data.draw(st.integers(1, 100))))
+            length = mine.length
+            others = [*IDS[:length], *IDS[: min(200, len(IDS) - length)]]  # tokens that turn out wrong
+            runner.forward([Chunk(others, mine, len(others) - length)])
+            mine.trim(length)
         if mine.state is None and data.draw(st.booleans()):
             mine = mine.branch(len(IDS))
 
