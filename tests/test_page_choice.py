@@ -121,6 +121,22 @@ def test_a_page_that_is_not_finite_is_passed_over_by_no_query(kv_format):
 
 @native
 @every_format
+def test_pages_that_are_written_again_are_judged_by_what_they_have_then(kv_format):
+    """Pages 10 to 17, once with bounds of what was there before, once without."""
+    found = []
+    for attend_from in (0, 5000):
+        kv = choosing(kv_format, 1090, 200, 1, attend_from)
+        attended([kv], [200])
+        kv.advance(200)
+        assert kv.trim(640) == 640
+        kv.prepare(1240)
+        kv.attend_from = 0
+        found.append(attended([kv], [600]))
+    assert torch.equal(*found)
+
+
+@native
+@every_format
 @pytest.mark.parametrize("chosen", [8, 40])
 def test_who_chooses_all_pages_attends_with_the_bits_of_full_attention(kv_format, chosen):
     """Pages 0 to 10: eight are between the first one and the last two."""
@@ -172,10 +188,6 @@ def test_what_a_token_chooses_depends_on_nothing_that_is_computed_beside_it(mode
             assert torch.equal(logits, expected[begin - FROM : mine.length - FROM])
         if mine.length > FROM and mine.state is None and data.draw(st.booleans()):
             mine.trim(max(FROM, mine.length - data.draw(st.integers(1, 100))))
-            length = mine.length
-            others = [*IDS[:length], *IDS[: min(200, len(IDS) - length)]]  # tokens that turn out wrong
-            runner.forward([Chunk(others, mine, len(others) - length)])
-            mine.trim(length)
         if mine.state is None and data.draw(st.booleans()):
             mine = mine.branch(len(IDS))
 
