@@ -91,6 +91,7 @@ class BenchmarkRun:
     rounds: Count
     streamed_bytes: Count = 0
     disk_fraction: Number | None = None
+    attend: str = "all"
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ def summary(
         prefill_fraction=paired(gflops, rates["matmul_gflops"]).median,
         random_weights=target.has_random_weights,
         rounds=workload.rounds,
+        attend="all" if (pages := engine.residency.kv_pages.chosen_pages) is None else f"top:{pages}",
         streamed_bytes=streamed_bytes,
         disk_fraction=median(decode) * streamed_bytes / 1e9 / disk_gbs if streamed_bytes and disk_gbs else None,
     )

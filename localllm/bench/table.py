@@ -36,7 +36,8 @@ def headline(report: BenchmarkReport) -> str:
     threads = machine.get("threads")
     where = machine.get("gpu") or f"{machine.get('cpu')}, {threads} thread{'' if threads == 1 else 's'}"
     made = ", random weights" if run.random_weights else ""
-    return f"{run.model} in {run.weights}{made}, KV cache in {run.kv}, on {where}"
+    chosen = "" if run.attend == "all" else f" (--attend {run.attend})"
+    return f"{run.model} in {run.weights}{made}, KV cache in {run.kv}{chosen}, on {where}"
 
 
 def rows(report: BenchmarkReport) -> Iterator[Row]:
