@@ -157,11 +157,12 @@ def sequence(model: str, kv: str) -> PagedKV:
 
 
 @cache
-def one_by_one(model: str, kv: str) -> Tensor:
-    """The logits of all tokens behind FROM, each computed by itself behind a prompt."""
+def behind_a_prompt(model: str, kv: str) -> Tensor:
+    """The logits of all tokens behind FROM, the last ten each computed by itself."""
     runner, store = ModelRunner(decoder(model)), sequence(model, kv)
-    runner.forward([Chunk(IDS[:FROM], store, FROM)])
-    return torch.cat([runner.forward([Chunk(IDS[:end], store, 1)]) for end in range(FROM + 1, len(IDS) + 1)])
+    ends = [FROM, len(IDS) - 10, *range(len(IDS) - 9, len(IDS) + 1)]
+    chunks = (Chunk(IDS[:end], store, end - store.length, all_logits=True) for end in ends)
+    return torch.cat([runner.forward([chunk]) for chunk in chunks])[FROM:]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def one_by_one(model: str, kv: str) -> Tensor:
 def test_what_a_token_chooses_depends_on_nothing_that_is_computed_beside_it(model, kv, data):
     """Chunks of any size, tokens that are taken back, branches, and another sequence in the batch."""
     runner = ModelRunner(decoder(model), batch_rows=data.draw(st.sampled_from([7, 64, 512])))
-    mine, other, expected = sequence(model, kv), sequence(model, kv), one_by_one(model, kv)
+    mine, other, expected = sequence(model, kv), sequence(model, kv), behind_a_prompt(model, kv)
     while mine.length < len(IDS):
         begin = mine.length
         ends = [begin + data.draw(st.integers(1, 130)), other.length + data.draw(st.integers(1, 90))]
