@@ -77,6 +77,8 @@ def test_a_figure_has_three_digits_and_no_power_of_ten():
 
 def example(name: str) -> object:
     accepts = SETTINGS[name].accepts
+    if accepts.numbered:
+        return f"{accepts.numbered[0]}:{accepts.low:g}"
     return accepts.choices[1] if accepts.choices else VALUES[accepts.kind]
 
 
