@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,12 @@ from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import HOST
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
+from localllm.engine.placement import held_tokens, model_shape, require_eviction
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Limits
+from localllm.errors import UsageError
 from localllm.kernels import cpu_linear, kv_page
 from localllm.kernels.cpu_jit import host_isas
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
@@ -32,7 +36,11 @@ from localllm.layers.segment import Segment
 from localllm.models.decoder import Decoder
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
+from localllm.models.shapes import shipped_shapes
+from localllm.quant.layouts import SIZES
 from localllm.quant.recipe import recipe
+from localllm.settings import EngineConfig
+from tests.cli_support import run_cli
 from tests.engine_support import Heard, answered
 from tests.kv_support import check_pages
 from tests.test_paged_attention import Heads, run_native
@@ -134,7 +142,7 @@ def new_pages(kv: str, rule: str, shape: Heads) -> KVPages:
     return KVPages(KV_FORMATS[kv], dtype=torch.float32, eviction=Eviction.of(rule), **each)  # type: ignore[arg-type]
 
 
-def chunks(kv: PagedKV, sizes: Sequence[int]) -> list[Segment]:
+def chunks(kv: PagedKV, sizes: Sequence[int]) -> Iterator[Segment]:
     """The segment of each forward in turn, prepared; the one before has advanced."""
     for size in sizes:
         kv.prepare(kv.length + size)
@@ -318,3 +326,64 @@ def test_pages_that_get_the_attention_stay(how):
     assert sequence.num_evicted == 6 * 64
     assert sequence.exact_tokens == 500, "the first one left when these had been computed"
     check_pages(pages)
+
+
+# What is said of it, and what is refused
+
+
+def test_a_run_says_how_many_tokens_left(model):
+    line = ("run", model, "-p", "the fox " * 100, "--max-tokens", "4", "--kv-evict", "sinks:64", "--raw")
+    told, stats = run_cli(*line, "--json"), run_cli(*line, "--stats")
+    usage = json.loads(told.out)["usage"]
+    num_tokens = usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["evicted_tokens"] == 64 * ((num_tokens - 1) // 64 - 2) > 0
+    assert f"keys and values of {usage['evicted_tokens']} tokens left memory" in stats.err
+
+
+def test_tokens_of_a_chat_says_what_left(talk):
+    said = talk("the fox " * 100, "/tokens", flags=("--kv-evict", "sinks:64"))
+    assert "tokens left memory before the last answer ended (--kv-evict)" in said.err
+    assert "left memory" not in talk("the fox", "/tokens", flags=("--kv-evict", "sinks:64")).err
+
+
+def test_a_plan_counts_the_tokens_that_stay():
+    config = parse_config(shipped_shapes()["llama-3.1-8b"], "a shape")
+    whole = model_shape(config, SIZES["int4-g64"], "bf16", "it")
+    found = replace(whole, held_tokens=held_tokens(config, "sinks:1024"))
+    assert found.held_tokens == 64 + 1024 + FORWARD_TOKENS + 64
+    assert found.kv_bytes(32768) == whole.kv_bytes(found.held_tokens) < whole.kv_bytes(32768) / 8
+    assert found.kv_bytes(2 * 32768, 2) == 2 * found.kv_bytes(32768)
+    assert found.kv_bytes(500) == whole.kv_bytes(500)
+
+
+REFUSED = [
+    ("llama", {"kv_evict": "heavy:128"}, "cpu", "the least budget is 192", "--kv-evict heavy:192"),
+    ("llama", {"kv_evict": "sinks:64"}, "cuda", "kernels of a GPU", "--device cpu"),
+    ("llama", {"kv_evict": "sinks:64", "kv_offload": "auto"}, "cpu", "read by no token", "leave --kv-offload out"),
+    ("latent", {"kv_evict": "heavy:1024"}, "cpu", "latent attention", "--kv-evict sinks:1024"),
+    ("all windowed", {"kv_evict": "sinks:64"}, "cpu", "a window of its own, of at most 70 tokens", "--kv-evict off"),
+    ("stateful", {"kv_evict": "sinks:64"}, "cpu", "no layer of this model has keys", "--kv-evict off"),
+]
+
+
+@pytest.mark.parametrize(("model", "wanted", "device", "why", "fix"), REFUSED)
+def test_what_cannot_be_is_refused(model, wanted, device, why, fix):
+    others = {
+        "all windowed": LLAMA | {"model_type": "mistral", "sliding_window": 70},
+        "stateful": {
+            "model_type": "mamba2", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4,
+            "head_dim": 32, "state_size": 16, "n_groups": 1, "conv_kernel": 4, "expand": 2,
+        },
+    }  # fmt: skip
+    config = parse_config({**SHAPES, **others}[model], "a test's config")
+    with pytest.raises(UsageError) as caught:
+        require_eviction(config, EngineConfig(**wanted), device)
+    assert why in caught.value.why and fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("rule", "meant"), [("sinks:10", "sinks:64"), ("hevy:512", "heavy:512"), ("sinks", "sinks:4096")]
+)
+def test_a_rule_that_is_none_is_refused(rule, meant):
+    told = run_cli("plan", "tiny", "--kv-evict", rule)
+    assert told.code == 2 and f"--kv-evict {meant}" in told.err
