@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from tests.cli_support import run_cli
 from tests.engine_support import Heard, answered
 from tests.kv_support import check_pages
 from tests.test_paged_attention import Heads, run_native
+from tests.thinning import every_other, one_in, thinned
 
 native = pytest.mark.skipif(not cpu_linear.is_available(), reason="no CPU kernel runs on this machine")
 VOCAB, CTX = 160, 1024
@@ -94,8 +97,10 @@ def said(heard: Sequence[Heard]) -> list[tuple[list[int], float | None]]:
     return [(each.token_ids, each.finished.mean_logprob) for each in heard]
 
 
-@pytest.mark.parametrize("model", SHAPES)
-@pytest.mark.parametrize("rule", ["sinks:832", "heavy:896"])
+@pytest.mark.parametrize(
+    ("rule", "model"),
+    [("sinks:832", "latent"), ("sinks:832", "operators"), ("heavy:896", "llama"), ("heavy:896", "windowed")],
+)
 def test_a_window_or_budget_as_long_as_the_text_changes_no_bit(model, rule):
     text = prompt(850)
     (plain,), (found,) = (ask(engine(each, model=model), text, max_tokens=4) for each in ("off", rule))
@@ -165,9 +170,14 @@ def by_operators(shape: Heads, qkv: Tensor, segment: Segment) -> Tensor:
 
 
 @native
-@pytest.mark.parametrize("kv", KV_FORMATS)
-@pytest.mark.parametrize("how", ["kernels", "operators"])
-@pytest.mark.parametrize(("window", "sizes"), [(64, (400, 1, 5, 70, 1)), (130, (60, 300, 64, 64, 1))])
+@pytest.mark.parametrize(
+    ("how", "kv", "window", "sizes"),
+    [
+        (how, kv, *((64, (400, 1, 5, 70, 1)) if (i + j) % 2 else (130, (60, 300, 64, 64, 1))))
+        for i, how in enumerate(["kernels", "operators"])
+        for j, kv in enumerate(KV_FORMATS)
+    ],
+)
 def test_a_token_sees_the_first_page_the_window_and_its_own(kv, how, window, sizes):
     shape = Heads(4, 2, 64, 0)
     qkv = torch.randn(sum(sizes), shape.H + 2 * shape.KH, shape.D, generator=torch.Generator().manual_seed(1))
@@ -195,8 +205,17 @@ def alone(model: str, kv: str, text: tuple[int, ...]) -> tuple[list[int], float 
 
 
 @native
-@pytest.mark.parametrize(("model", "kv"), [("llama", "int4"), ("windowed", "int8"), ("latent", "bf16")])
-@pytest.mark.parametrize("tier", ["pool", "ram", "restarted"])
+@pytest.mark.parametrize(
+    ("model", "kv", "tier"),
+    thinned(
+        [
+            (model, kv, tier)
+            for model, kv in (("llama", "int4"), ("windowed", "int8"), ("latent", "bf16"))
+            for tier in ("pool", "ram", "restarted")
+        ],
+        [("llama", "int4", "restarted"), ("windowed", "int8", "ram"), ("latent", "bf16", "pool")].__contains__,
+    ),
+)
 def test_a_prefix_that_is_found_gives_the_bits_of_computing_it(model, kv, tier, tmp_path: Path):
     reuse = {
         "pool": IN_POOLS,
@@ -230,8 +249,9 @@ DRAFTS = {"speculate": Speculate("ngram")}
 
 
 @native
-@pytest.mark.parametrize("model", ["llama", "windowed", "operators"])
-@pytest.mark.parametrize("options", [*CHUNKS, DRAFTS])
+@pytest.mark.parametrize(
+    ("model", "options"), one_in(2, product(["llama", "windowed", "operators"], [*CHUNKS, DRAFTS]))
+)
 def test_neither_chunks_nor_drafts_nor_others_beside_it_change_a_text(model, options):
     texts = [prompt(700), (5, 6, 7, 8) * 60, prompt(300, seed=1)]
     found = said(ask(engine("sinks:128", model=model, **options), *texts))
@@ -242,7 +262,7 @@ def test_neither_chunks_nor_drafts_nor_others_beside_it_change_a_text(model, opt
 
 
 @native
-@pytest.mark.parametrize("model", ["llama", "windowed", "operators"])
+@pytest.mark.parametrize("model", every_other(["llama", "operators", "windowed"]))
 def test_by_attention_neither_drafts_nor_others_beside_it_change_a_text(model):
     """Long enough for pages to leave in the answer, too."""
     texts = [(5, 6, 7, 8) * 90, prompt(330), prompt(700, seed=1)]
@@ -258,6 +278,30 @@ def test_what_follows_an_eviction_by_attention_is_found_by_no_other():
     ask(of, prompt(700))
     (again,) = ask(of, prompt(700))
     assert again.finished.usage.cached_tokens == 384, "the pages of four chunks"
+
+
+@native
+@pytest.mark.parametrize(("rule", "model"), [("sinks:64", "windowed"), ("heavy:192", "llama")])
+def test_branches_beams_and_requests_that_are_given_up_leave_every_page_whole(model, rule):
+    """The second one branches off when the prompt of the first is computed; a third is given up in its middle."""
+    of = engine(rule, model=model, reuse=IN_POOLS, limits=Limits(chunk_tokens=90))
+    params, text = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True), prompt(400)
+    plain, beams = Request(text, params, is_scored=True), Request(prompt(260, seed=1), params, beams=3)
+    heard = {of.submit(request): Heard() for request in (plain, plain, beams)}
+    given_up = of.submit(Request(prompt(500, seed=2), params))
+    for number in itertools.count():
+        if number == 9:
+            of.abort(given_up)
+        if not of.has_work:
+            break
+        for event in of.step():
+            if event.request_id in heard:
+                heard[event.request_id].take(event)
+        check_pages(of.residency.kv_pages)
+    one, other, best = heard.values()
+    assert said([one]) == said([other]) and len(best.token_ids) == 70
+    assert all(each.finished.usage.evicted_tokens > 0 for each in heard.values())
+    assert not any(pool.reserved for group in of.residency.kv_pages.groups for pool in group.pools)
 
 
 @native
