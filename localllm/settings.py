@@ -284,6 +284,14 @@ class EngineConfig:
         "On a CPU only. Prompts attend to everything, and layers with a sliding window to all of it. Default: all.",
         group=MACHINE,
     )  # fmt: skip
+    kv_evict: str = setting(
+        "off", Accepts("text", 64, 2**31, choices=("off",), usual="sinks:4096", numbered=("sinks", "heavy")),
+        _MEASURED, "RULE",
+        "Give back the keys and values of a long text's middle: sinks:WINDOW, heavy:BUDGET or off. Memory is bounded, "
+        "at a loss of quality. sinks: a token sees the first 64 tokens and the last WINDOW. heavy: of more than BUDGET "
+        "tokens those leave that got the least attention. On a CPU only. Default: off.",
+        group=MACHINE,
+    )  # fmt: skip
     speculate: str = setting(
         "auto", Accepts("text", choices=SPECULATE, prefix=DRAFT_MODEL), _PLANNED, "DRAFTER",
         "Speculative decoding: a drafter proposes tokens and the model verifies several in one pass. The text stays "

@@ -17,11 +17,12 @@ from localllm.kernels import cpu_linear, cpu_rope, kv_page, reference
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import host_isas
 from localllm.kernels.cpu_linear import float_bits
+from localllm.kernels.cpu_page_mass import MassRoom
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.kernels.sizes import KVShape
-from localllm.layers.native_attention import attention_tables
+from localllm.layers.native_attention import attention_tables, watched_tokens
 from localllm.layers.segment import Segment
 from tests.kv_support import filled, random
 from tests.thinning import one_in
@@ -87,7 +88,10 @@ def run_native(
     words["stride"] = (shape.H + 2 * shape.KH) * D
     store = rope.step(qkv=qkv, cos=cos, sin=sin, tokens=tokens, shape=torch.tensor([T]), **norms, **words)
     place = AttentionPlace(qkv, qkv[0].numel(), out, tokens, layer, shape.H, shape.window, shape.softcap, shape.sinks)
-    Tape([store, *room.steps(isa, layouts, place, rows=tables.rows, is_split=tables.is_split)]).run()
+    steps = [store, *room.steps(isa, layouts, place, rows=tables.rows, is_split=tables.is_split)]
+    if segments[0].kv.masses is not None:
+        steps.append(MassRoom(0, 0, 0).placed(watched_tokens(segments), threads).step(isa, layouts, place))
+    Tape(steps).run()
     return out.view(T, shape.H, D)
 
 

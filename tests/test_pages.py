@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from localllm.cache import page_folder
+from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.cache.paged_kv import KVPages, PagedKV, Spill
 from localllm.cache.pages import HOST, PagePool
@@ -38,6 +40,7 @@ def new_pages(
     windows: tuple[int | None, ...] = (None, None),
     device: torch.device = HOST,
     spill: Spill | None = None,
+    eviction: Eviction | None = None,
 ) -> KVPages:
     return KVPages(
         KV_FORMATS[kv],
@@ -46,6 +49,7 @@ def new_pages(
         shapes=[KVShape(KH, D)] * len(windows),
         dtype=torch.float32,
         spill=spill,
+        eviction=eviction,
     )
 
 
@@ -63,7 +67,13 @@ def grow(kv: PagedKV, token_ids: list[int], *, advance: bool = True) -> None:
     kv.prepare(len(token_ids))
     new = features(token_ids[past:])
     for layer, _ in held_layers(kv):
-        write(kv.layer(layer, past, len(new)), past, new + layer, new - layer)
+        rows = iter(new)
+        for count, at, part in kv.runs(layer, past, len(new)):
+            run = torch.stack([*itertools.islice(rows, count)])
+            write(part, at, run + layer, run - layer)
+    if kv.masses is not None:
+        for position in kv.masses.watched(past, past + len(new)):  # another page is looked at each time
+            kv.masses.row(position)[0, position % kv.masses.row(position).shape[1]] += 1
     if advance:
         kv.advance(len(new))
 
@@ -352,12 +362,14 @@ class Sequences(RuleBasedStateMachine):
         window=st.sampled_from([None, 90]),
         ram=st.sampled_from([0, 60_000]),
         spills=st.sampled_from([0, 3, 8]),
+        eviction=st.sampled_from(["off", "off", "sinks:64", "sinks:128", "heavy:192"]),
     )
-    def begin(self, kv: str, window: int | None, ram: int, spills: int) -> None:
+    def begin(self, kv: str, window: int | None, ram: int, spills: int, eviction: str) -> None:
         """spills: of a sequence so many pages stay in memory; 0: all."""
         self.directory = tempfile.TemporaryDirectory()
-        spill = Spill(Path(self.directory.name), spills * PAGE_TOKENS) if spills else None
-        self.kv, self.pages = kv, new_pages(kv, (None, window), spill=spill)
+        rule = Eviction.of(eviction)
+        spill = Spill(Path(self.directory.name), spills * PAGE_TOKENS) if spills and rule is None else None
+        self.kv, self.pages = kv, new_pages(kv, (None, window), spill=spill, eviction=rule)
         self.prefix = PrefixCache(bytes(32), self.pages, ram_bytes=ram)
         self.live: list[tuple[PagedKV, list[int]]] = []
         self.is_full = False
@@ -453,6 +465,20 @@ class Sequences(RuleBasedStateMachine):
             check_prefix(self.prefix)
             for kv, ids in self.live[-2:]:
                 assert_holds(kv, self.kv, ids)
+                if kv.pages.eviction is not None:
+                    _assert_bounded(kv)
+
+
+def _assert_bounded(kv: PagedKV) -> None:
+    """The first page is there, the newest are, and of the others no more than the rule and a forward's."""
+    eviction, table = kv.pages.eviction, kv.tables[0]
+    assert eviction is not None
+    held = [number for number in range(kv.length // PAGE_TOKENS) if table[number] is not None]
+    newest = eviction.pages if eviction.kind == "sinks" else eviction.newest
+    last = kv.length // PAGE_TOKENS
+    assert not kv.length or {0, *range(max(0, last - newest), last)} <= {*held, kv.length // PAGE_TOKENS}
+    assert len(held) <= 1 + eviction.pages + 350 // PAGE_TOKENS + 1
+    assert kv.num_evicted == PAGE_TOKENS * (last - len(held))
 
 
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}

@@ -9,84 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from localllm.cache.kv_format import DENSE_PAGES, KVFormat
+from localllm.cache.kv_eviction import Eviction
+from localllm.cache.kv_format import KVFormat
+from localllm.cache.layer_group import LayerGroup
+from localllm.cache.layer_group import Spill as Spill
+from localllm.cache.page_masses import PageMasses
 from localllm.cache.page_ring import PageRing
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
-from localllm.cache.spill_file import EXTENT_PAGES, Extent, SpillFile
+from localllm.cache.spill_file import Extent, SpillFile
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.page_choice import FIXED_PAGES, PageBounds, PageChoice
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.state_shapes import StateShape
 from localllm.layers.low_rank import AppliedAdapter
-
-# Tokens of a forward that a window's pages are reserved for; a longer one lets the pools grow meanwhile.
-FORWARD_TOKENS = 2560
-
-
-@dataclass(frozen=True)
-class Spill:
-    """Where pages of running sequences rest that memory has no room for.
-
-    resident_tokens: of a sequence, that stay in memory: the newest ones, and those of the first page.
-    """
-
-    directory: Path
-    resident_tokens: int
-
-    @property
-    def resident_pages(self) -> int:
-        return max(pages_of(self.resident_tokens), 3)  # the first, the open one, and one that leaves
-
-    @property
-    def extent_pages(self) -> int:
-        """Return how many leave memory at a time."""
-        return max(1, min(EXTENT_PAGES, self.resident_pages // 4))
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """The layers of one window and shape, and their pools. coded: None where every page is dense. spill: where
-    pages of a sequence rest beyond those that stay in memory; None: all stay."""
-
-    window: int | None
-    shape: KVShape  # of each layer
-    layers: tuple[int, ...]
-    dense: PagePool
-    coded: PagePool | None
-    scratch: PagePool  # of one layer: open pages that are full before the forward ends
-    spill: Spill | None = None
-
-    @property
-    def sealed(self) -> PagePool:
-        """The pool of pages that are not a sequence's first."""
-        return self.coded or self.dense
-
-    @property
-    def pools(self) -> tuple[PagePool, ...]:
-        return (self.dense, self.scratch) if self.coded is None else (self.dense, self.coded, self.scratch)
-
-    def first_seen(self, position: int) -> int:
-        """The first page of which a token at this position sees any."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // PAGE_TOKENS
-
-    def num_pages(self, capacity: int) -> int:
-        """Pages that a sequence of so many tokens has at most at one time, but for its dense ones."""
-        total = pages_of(capacity)
-        if self.window is None:
-            return total if self.spill is None else min(total, self.spill.resident_pages)
-        return min(total, pages_of(self.window + FORWARD_TOKENS) + 1)
-
-    @property
-    def num_dense(self) -> int:
-        """Beside those of `num_pages`."""
-        return 0 if self.coded is None else DENSE_PAGES
 
 
 class KVPages:
@@ -104,13 +45,14 @@ class KVPages:
         state_devices: Sequence[torch.device] = (),
         spill: Spill | None = None,
         chosen_pages: int | None = None,
+        eviction: Eviction | None = None,
     ) -> None:
         """windows, devices, shapes: of each layer with keys and values. state_shapes, state_devices: of each layer with
         a state. spill: where pages rest that memory has no room for; None: they stay. chosen_pages: that a token
-        attends to, beside a few, where it does not attend to all of them."""
-        self.format, self.chosen_pages = kv_format, chosen_pages
-        self._state_shapes = tuple(state_shapes)
-        self.state_devices = tuple(state_devices)
+        attends to, beside a few, where it does not attend to all of them. eviction: what leaves of a long sequence;
+        nothing is spilled or chosen beside it."""
+        self.format, self.chosen_pages, self.eviction = kv_format, chosen_pages, eviction
+        self._state_shapes, self.state_devices = tuple(state_shapes), tuple(state_devices)
         ferry = Ferry()
 
         def new_group(layers: tuple[int, ...]) -> LayerGroup:
@@ -119,8 +61,8 @@ class KVPages:
             homes = [devices[layer] for layer in layers]
             sealed = None if coded is None else PagePool(coded, homes, ferry)
             shared = PagePool(dense, homes, ferry, is_shared=True)
-            own = spill if window is None and layers else None
-            return LayerGroup(window, shape, layers, PagePool(dense, homes, ferry), sealed, shared, own)
+            rules = (spill, eviction) if window is None and layers else (None, None)
+            return LayerGroup(window, shape, layers, PagePool(dense, homes, ferry), sealed, shared, *rules)
 
         slot_pages = 0
         if spill is not None and chosen_pages is not None:  # most of the memory is for what is chosen, old or new
@@ -170,6 +112,12 @@ class KVPages:
     def new(self, capacity: int) -> PagedKV:
         """Room for a sequence of so many tokens. Raises what torch does where there is no memory."""
         return PagedKV(self, capacity)
+
+    def new_masses(self, capacity: int) -> PageMasses | None:
+        """Return what counts the attention that the pages of a sequence get; None where none leaves for too little."""
+        heads = [group.dense.layout.num_kv_heads for group in self.groups if group.eviction is not None]
+        has_any = heads and self.eviction is not None and self.eviction.kind == "heavy"
+        return PageMasses(capacity, max(heads)) if has_any else None
 
     @property
     def snapshot_bytes(self) -> int:
@@ -250,6 +198,10 @@ class PagedKV:
             for group in pages.groups
         ]
         num_borrowed = len(borrowed[0]) if borrowed else 0
+        # Of tokens that do not see all pages: what they do see, by group, number of their page, and device.
+        self._views: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._left: set[int] = set()  # pages that got too little attention
+        self.masses = pages.new_masses(capacity)
         self.state, self._bounds = pages.new_state(), pages.new_bounds(capacity)
         self._reserve(num_borrowed)
         self._borrowed = {page for table in borrowed for page in table if page is not None}
@@ -267,12 +219,16 @@ class PagedKV:
         It ends before this one does. Raises what torch does where there is no memory.
         """
         number = self.length // PAGE_TOKENS
-        firsts = [group.first_seen(number * PAGE_TOKENS) for group in self.pages.groups]
-        pairs = zip(self.tables, firsts, strict=True)
-        full = [[*([None] * first), *table[first:number]][:number] for table, first in pairs]
+        unseen = [group.unseen(number * PAGE_TOKENS) for group in self.pages.groups]
+        pairs = zip(self.tables, unseen, strict=True)
+        full = [[None if n in gone else page for n, page in enumerate(table[:number])] for table, gone in pairs]
         other = PagedKV(self.pages, capacity, full)
         other.adapters, other.exact_tokens, other.attend_from = self.adapters, self.exact_tokens, self.attend_from
+        other._left = set(self._left)
         other.extents = {index: self.pages.files[index].share(own) for index, own in self.extents.items()}
+        if self.masses is not None and other.masses is not None:
+            self.masses.settle(self.length)
+            other.masses.take_from(self.masses)
         try:
             for index, group in enumerate(self.pages.groups) if self.length % PAGE_TOKENS else ():
                 page = self.tables[index][number]
@@ -447,14 +403,16 @@ class PagedKV:
         assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         self._end_forward()
         self._trim_bounds()
+        self._evict()
         first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
         self._spill(last + 1)
         for index, group in enumerate(self.pages.groups):
             table, opened = self.tables[index], self._open[index]
-            for number in range(group.first_seen(self.length)):
-                if (gone := table[number]) is not None and number < first:
+            for number in group.unseen(self.length):
+                if (gone := table[number]) is not None:
                     self.give_back(gone)
                     table[number] = None
+                    self._views.clear()
             for number in [number for number in opened if number < first]:
                 self.give_back(opened.pop(number))
             for number in range(first, last + 1):
@@ -468,8 +426,28 @@ class PagedKV:
                 else:
                     group.scratch.reserve(1)
                     self._scratch[index][number] = group.scratch.take()
+        if self.masses is not None:
+            self.masses.watch(self.length, end, [n for n in range(last + 1) if n not in self._left])
         if self.state is not None:
             self.state.prepare(self.length, end)
+
+    def _evict(self) -> None:
+        """Let go of full pages that got least attention, as long as there are more than may stay."""
+        eviction = self.pages.eviction
+        if self.masses is None or eviction is None:
+            return
+        self.masses.settle(self.length)
+        held = [n for n in range(self.length // PAGE_TOKENS) if n not in self._left]
+        while self.masses.are_known and len(held) > eviction.pages:
+            gone = self.masses.least(held[1 : len(held) - eviction.newest])
+            for index, group in enumerate(self.pages.groups):
+                if group.eviction is not None and (page := self.tables[index][gone]) is not None:
+                    self.give_back(page)
+                    self.tables[index][gone] = None
+            held.remove(gone)
+            self._left.add(gone)
+            self._views.clear()
+            self.exact_tokens = min(self.exact_tokens, self.length)
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens
@@ -498,9 +476,10 @@ class PagedKV:
             length = number * PAGE_TOKENS
         if (num_left := self._drop_extents(number)) < number:
             number, length = num_left, num_left * PAGE_TOKENS
-        firsts = [group.first_seen(length) for group in self.pages.groups]
+        firsts = [group.unseen(length).stop for group in self.pages.groups]
         seen = [table[first] for table, first in zip(self.tables, firsts, strict=True) if first < pages_of(length)]
-        if None in seen:  # a window has left it: everything is computed again
+        # It has left already: everything is computed again.
+        if None in seen or (length % PAGE_TOKENS and number in self._left):
             number = length = 0
         if self.state is not None and self.state.trim(length) != length:
             number = length = 0
@@ -522,12 +501,22 @@ class PagedKV:
         self.num_sealed = min(self.num_sealed, number)
         self.length = length
         self._trim_bounds()
+        if self.masses is not None:
+            self.masses.trim(length)
+            self._left = {each for each in self._left if each < number}
+            self.exact_tokens = min(self.exact_tokens, length) if self._left else self.capacity
         return length
 
     def _trim_bounds(self) -> None:
         """Forget bounds of pages that may be written again."""
         for bounds in self._bounds.values():
             bounds.trim(self.length // PAGE_TOKENS)
+
+    @property
+    def num_evicted(self) -> int:
+        """The tokens whose keys and values have left, in layers without a window of their own."""
+        tables = [t for t, group in zip(self.tables, self.pages.groups, strict=True) if group.eviction is not None]
+        return PAGE_TOKENS * max((table[: self.length // PAGE_TOKENS].count(None) for table in tables), default=0)
 
     # Sealed pages
 
@@ -543,10 +532,10 @@ class PagedKV:
             yield number, [table[number] for table in self.tables]
         self.num_sealed = self.num_sealable
 
-    def share(self, index: int, page: Page) -> Page:
-        """Take a sealed page of other sequences in the place of one that was reserved. Where a window may leave it
-        while others still have it, another page is spared for the sequence that leaves it first."""
-        is_spared = self.pages.groups[index].window is not None and page.owners > 0
+    def share(self, index: int, number: int, page: Page) -> Page:
+        """Take a sealed page of other sequences in the place of one that was reserved. Where it may leave while others
+        still have it, another page is spared for the sequence that leaves it first."""
+        is_spared = self.pages.groups[index].may_let_go(number) and page.owners > 0
         self._claim(page.pool).share(page)
         if is_spared:
             page.pool.reserve(1)  # needs no memory: it is the page that sharing has just saved
@@ -570,6 +559,7 @@ class PagedKV:
     # Where its bytes are
 
     def _set(self, index: int, number: int, page: Page) -> None:
+        self._views.clear()
         self.tables[index][number] = page
         for device, part in page.parts.items():
             self._addresses[index][device][number] = part.data_ptr()
@@ -586,6 +576,28 @@ class PagedKV:
         """Return the addresses of the parts of a group's pages on this device: int64 [pages], on the host."""
         return self._addresses[index][device]
 
+    def view(self, index: int, number: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return the addresses of the pages that the tokens of one page see, their own the last of them: int64, on the
+        host, until a page comes or leaves; and which of these that is. It stands there as if it had that number."""
+        addresses = self._addresses[index][device]
+        if not self._has_gaps(index, number):
+            return addresses, number
+        key = index, number, device
+        if key not in self._views:
+            self._views[key] = addresses[torch.tensor(self._numbers(index, number))]
+        return self._views[key], len(self._views[key]) - 1
+
+    def _has_gaps(self, index: int, number: int) -> bool:
+        """Return whether pages have left that the tokens of one page would see; what a window has left is not read."""
+        group = self.pages.groups[index]
+        return group.eviction is not None and bool(group.eviction.unseen(number) or self._left)
+
+    def _numbers(self, index: int, number: int) -> Sequence[int]:
+        """Return the pages of a group that the tokens of one page see."""
+        eviction = self.pages.groups[index].eviction
+        unseen = range(0) if eviction is None else eviction.unseen(number)
+        return [n for n in range(number + 1) if n not in unseen and n not in self._left]
+
     def own_page(self, index: int, number: int, device: torch.device) -> tuple[int, int]:
         """Return the address of a page as its own tokens read it, and the bytes from one layer's part to the next
         one's."""
@@ -598,21 +610,41 @@ class PagedKV:
         return page
 
     def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
-        """Return the pages of a layer for queries at [past, past + num_tokens)."""
+        """Return the pages of a layer for queries at [past, past + num_tokens), where these see all of them, or all
+        from one on."""
+        group = self.pages.groups[self.pages.places[layer][0]]
+        first = group.unseen(past).stop if group.eviction is None else 0
+        return self._part(layer, range(first, (past + num_tokens - 1) // PAGE_TOKENS + 1), past // PAGE_TOKENS)
+
+    def runs(self, layer: int, past: int, num_tokens: int) -> Iterator[tuple[int, int, LayerPages]]:
+        """Yield how many of the tokens behind the first `past` see the same pages of a layer, the position of the first
+        of them as if these pages were all there are, and the pages."""
+        index, _ = self.pages.places[layer]
+        end = past + num_tokens
+        if not self._has_gaps(index, (end - 1) // PAGE_TOKENS):
+            yield num_tokens, past, self.layer(layer, past, num_tokens)
+            return
+        while past < end:
+            number, stop = past // PAGE_TOKENS, min(end, (past // PAGE_TOKENS + 1) * PAGE_TOKENS)
+            numbers = self._numbers(index, number)
+            left = number + 1 - len(numbers)
+            yield stop - past, past - left * PAGE_TOKENS, self._part(layer, numbers, number)
+            past = stop
+
+    def _part(self, layer: int, numbers: Sequence[int], first: int) -> LayerPages:
+        """Return a layer's part of these pages, from number `first` on as their own tokens read them too."""
         index, row = self.pages.places[layer]
-        group = self.pages.groups[index]
-        first, last = past // PAGE_TOKENS, (past + num_tokens - 1) // PAGE_TOKENS
-        seen = group.first_seen(past)
-        pages = [page.layer(row) for page in self.tables[index][seen : last + 1] if page is not None]
+        group, table = self.pages.groups[index], self.tables[index]
+        pages = [page.layer(row) for n in numbers if (page := table[n]) is not None]
         if self.extents.get(index):
             assert self.pages.ring is not None
             pages[1:1] = self.pages.ring.parts(self, layer)
         return LayerPages(
             dense=group.dense.layout,
             coded=None if group.coded is None else group.coded.layout,
-            first=seen,
+            first=numbers[0],
             pages=pages,
-            own=[self._own(index, number).layer(row) for number in range(first, last + 1)],
+            own=[self._own(index, number).layer(row) for number in range(first, numbers[-1] + 1)],
         )
 
     def owned(self, index: int) -> list[Page]:

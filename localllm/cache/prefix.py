@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass
 class _WantedPage:
-    """A page that a new sequence is to have. wanted: the groups whose window sees it; held: the parts that the pools
+    """A page that a new sequence is to have. wanted: the groups that see it; held: the parts that the pools
     had, which are the sequence's already; payload: all of it, where RAM has that."""
 
     key: PageKey
@@ -70,12 +70,13 @@ class _WantedPage:
 
     @property
     def is_in_memory(self) -> bool:
-        return self.payload is not None or (self.entry is not None and len(self.held) == len(self.wanted))
+        """Return whether memory has all of it that is wanted, which may be nothing."""
+        return self.payload is not None or len(self.held) == len(self.wanted)
 
     def hold(self, kv: PagedKV) -> None:
         for index in self.wanted:
             if self.entry is not None and (page := self.entry.parts[index]) is not None:
-                self.held[index] = kv.share(index, page)
+                self.held[index] = kv.share(index, self.entry.number, page)
 
     def give_back(self, kv: PagedKV) -> None:
         while self.held:
@@ -195,19 +196,23 @@ class PrefixCache:
 
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Return the longest beginning of a chain of which every part is somewhere that a token behind it sees. Parts
-        that a window has left may be missing."""
+        that have left by then may be missing."""
         known = list(itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys))
-        # Of each group and number of pages, the last one of those that has no part there.
+        # Of each group, the pages without a part there: the first of all, and the last one of so many.
         gaps = [[-1] for _ in self._pages.groups]
         for number, key in enumerate(known):
             entry = None if self._is_on_disk(key) else self._in_memory(key)
             for index, last in enumerate(gaps):
                 is_there = entry is None or entry.payload is not None or entry.parts[index] is not None
                 last.append(last[-1] if is_there else number)
+        firsts = [next((number for number in last if number >= 0), -1) for last in gaps]
         return next(
             known[:count]
             for count in range(len(known), -1, -1)
-            if all(last[count] < first for last, first in zip(gaps, self._first_seen(count), strict=True))
+            if all(
+                last[count] < 0 or (first in unseen and last[count] in unseen)
+                for first, last, unseen in zip(firsts, gaps, self._unseen(count), strict=True)
+            )
             and (self.snapshots is None or not count or self.snapshots.has(known[count - 1]))
         )
 
@@ -218,21 +223,21 @@ class PrefixCache:
     def _is_on_disk(self, key: PageKey) -> bool:
         return self.disk is not None and key.digest in self.disk
 
-    def _first_seen(self, num_pages: int) -> list[int]:
-        """Return the first page of each group that a token behind so many pages sees."""
-        return [group.first_seen(num_pages * PAGE_TOKENS) for group in self._pages.groups]
+    def _unseen(self, num_pages: int) -> list[range]:
+        """Return the pages of each group that no token behind so many pages sees."""
+        return [group.unseen(num_pages * PAGE_TOKENS) for group in self._pages.groups]
 
     def _adopt(self, kv: PagedKV, keys: Sequence[PageKey], cancelled: Callable[[], bool]) -> bool:
         """Give the sequence these pages; return whether all could be had, or as many as were wanted. A page that the
         disk does not give back is no longer known."""
-        firsts = self._first_seen(len(keys))
+        unseen = self._unseen(len(keys))
         pages: list[_WantedPage] = []
         try:
             # All that memory has is held first: to make room for the others would take it away.
             for number, key in enumerate(keys):
                 entry = self._in_memory(key)
                 payload = None if entry is None else entry.payload
-                wanted = [index for index, first in enumerate(firsts) if number >= first]  # whose window sees it
+                wanted = [index for index, gone in enumerate(unseen) if number not in gone]
                 pages.append(_WantedPage(key, entry, wanted, {}, payload))
                 pages[-1].hold(kv)
             while kv.num_sealed < len(pages):
@@ -256,17 +261,16 @@ class PrefixCache:
     def _place(self, kv: PagedKV, page: _WantedPage) -> None:
         """Give the sequence a page of which memory has every wanted part."""
         entry, number = page.entry, kv.num_sealed
-        assert entry is not None
         missing = [index for index in page.wanted if index not in page.held]
         if missing:
-            assert page.payload is not None
+            assert entry is not None and page.payload is not None
             fresh = {}
             for index in missing:
                 page.held[index] = fresh[index] = kv.take_for(index, number)
             self._fill(number, fresh, page.payload)
             self._hold(entry, fresh)
             self.counts.ram += 1
-        else:
+        elif page.held:
             self.counts.pool += 1
         kv.place(number, page.held)
 

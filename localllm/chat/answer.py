@@ -150,6 +150,8 @@ def statistics(answer: Answer) -> str:
         f"prompt {usage.prompt_tokens} tokens{cached}{_rate(timings.prefill_tok_s)}",
         f"answer {usage.completion_tokens} tokens{_rate(timings.decode_tok_s)}",
     ]
+    if usage.evicted_tokens:
+        parts.append(evicted_tokens_text(usage.evicted_tokens))
     if timings.ttft_s is not None:
         parts.append(f"first token after {timings.ttft_s:.2f} s")
     if timings.load_s:
@@ -169,6 +171,11 @@ def statistics(answer: Answer) -> str:
 def context_used(finished: FinishedEvent) -> int:
     """The tokens of the context that prompt and answer have."""
     return finished.usage.prompt_tokens + finished.usage.completion_tokens
+
+
+def evicted_tokens_text(count: int) -> str:
+    """Return what `--kv-evict` has given back: "keys and values of 24,576 tokens left memory"."""
+    return f"keys and values of {count:,} tokens left memory"
 
 
 def filled(used: int, limit: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.answer import context_used, filled
+from localllm.chat.answer import context_used, evicted_tokens_text, filled
 from localllm.chat.attachments import length_of_files, typed_part
 from localllm.engine.events import GrownEvent
 from localllm.errors import ContextOverflowError, Fix
@@ -203,12 +203,14 @@ class ContextUsage:
 
     parts: system, history, question, answer, template; files, of those in front of questions, where there are any.
     num_out: messages that have left the context.
+    num_evicted: tokens whose keys and values had left memory when the last answer ended.
     """
 
     used: int
     limit: int
     parts: Mapping[str, int]
     num_out: int = 0
+    num_evicted: int = 0
 
 
 def context_usage(
@@ -252,7 +254,11 @@ def usage_lines(usage: ContextUsage) -> list[str]:
         f"[{'#' * cells}{'.' * (_BAR_CELLS - cells)}] {used / limit:.0%}: "
         + ", ".join(f"{name} {amount:,}" for name, amount in usage.parts.items()),
     ]
-    return [*lines, f"the oldest {usage.num_out} messages have left it"] if usage.num_out else lines
+    if usage.num_out:
+        lines.append(f"the oldest {usage.num_out} messages have left it")
+    if usage.num_evicted:
+        lines.append(f"{evicted_tokens_text(usage.num_evicted)} before the last answer ended (--kv-evict)")
+    return lines
 
 
 def is_cut_by_context(finished: FinishedEvent, ctx: int) -> bool:

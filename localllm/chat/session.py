@@ -414,7 +414,9 @@ class ChatSession:
             used = len(self._encode(given)) if given else 0
         except TemplateError:  # of a system message alone, which some templates refuse
             used = count("".join(text_of(message) for message in given))
-        return context_usage(given, used, self._loaded.ctx, count, num_out)
+        usage = context_usage(given, used, self._loaded.ctx, count, num_out)
+        finished = None if self.answer is None else self.answer.finished
+        return usage if finished is None else replace(usage, num_evicted=finished.usage.evicted_tokens)
 
     def too_long(self) -> str | None:
         """Return the notice about a chat that leaves no context for a question: one that began elsewhere."""

@@ -132,6 +132,7 @@ class BeamSearch:
     def close(self) -> None:
         """Give the beams' pages back; once or more often."""
         for beam in self._beams:
+            self._sequence.num_evicted_tokens = max(self._sequence.num_evicted_tokens, beam.kv.num_evicted)
             beam.kv.close()
         self._beams = []
 
@@ -223,6 +224,7 @@ class BeamSearch:
             other = self._new_sequence()
             other.fit(own.ctx)
             other.clock, other.num_cached_tokens, other.miss = copy.copy(own.clock), own.num_cached_tokens, own.miss
+            other.num_evicted_tokens = own.num_evicted_tokens
             others.append((other, list(self._appended(other, text))))
         yield from self._appended(own, best)
         self._others = others

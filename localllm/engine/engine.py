@@ -83,8 +83,7 @@ class Engine(StepLoop):
         note: called with what is worth a line.
         chosen_pages: as `EngineConfig` has it.
         """
-        self.tokenizer = tokenizer
-        self._template = template
+        self.tokenizer, self._template = tokenizer, template
         model, plan, self.ctx = loaded.decoder, loaded.plan, loaded.ctx
         self.contents, self.plan, self.fixes_for = "", plan, loaded.fixes_for
         self._held = loaded.held
@@ -99,6 +98,7 @@ class Engine(StepLoop):
             note,
             None if loaded.resident_tokens is None else Spill(kv_root(), loaded.resident_tokens),
             chosen_pages,
+            loaded.eviction,
         )
         self.adapters = AdapterCache(AdaptableLayers.of(model), lambda: residency.is_native, adapter_bytes(plan))
         self._replan, self._limits = loaded.replan, limits or Limits()

@@ -30,6 +30,7 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    evicted_tokens: int = 0  # whose keys and values left before the end
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ _CLOSE_S = 2.0  # for the pages of the last answer, 0.1 s on most disks
 
 def tokens_needed(request: Request, max_length: int, limits: Limits) -> int:
     """Return the tokens of keys and values that a request takes: beams share the full pages of its prompt."""
-    each, num_prompt = limits.sequence_tokens, len(request.prompt_ids)
+    each, num_prompt, most = limits.sequence_tokens, len(request.prompt_ids), limits.held_tokens
     if request.beams == 1:
-        return max_length + each
-    return num_prompt + each + request.beams * (max_length - num_prompt + PAGE_TOKENS + each)
+        return min(max_length, most) + each
+    return min(num_prompt, most) + each + request.beams * (min(max_length - num_prompt, most) + PAGE_TOKENS + each)
 
 
 def snapshot_borders(token_ids: SequenceOf[int], end_ids: Collection[int] = ()) -> list[int]:
@@ -128,6 +128,7 @@ class KVAllocator:
             variant = self._variant(sequence, sequence.kv)
             self.prefix.keep_snapshots(sequence.kv, sequence.token_ids, variant, ends=True)
         self.adapters.give_back(sequence.kv.adapters)
+        sequence.num_evicted_tokens = max(sequence.num_evicted_tokens, sequence.kv.num_evicted)
         sequence.kv.close()
 
     def share_ram(self, plan: Plan | None) -> None:
@@ -163,8 +164,10 @@ class KVAllocator:
             self.prefix.close(_CLOSE_S)
 
     def _variant(self, sequence: Sequence, kv: PagedKV) -> bytes:
-        """Return what tells its pages from others of the same tokens: its adapters, and that LongRoPE rotates the keys
-        of a long sequence differently."""
+        """Return what tells its pages from others of the same tokens: its adapters, that LongRoPE rotates the keys of a
+        long sequence differently, and what they were computed without."""
         switch = self._residency.config.rope_switch_length
         is_long = switch is not None and len(sequence.token_ids) > switch
-        return variant(kv.adapters) + (b"long" if is_long else b"")
+        eviction = kv.pages.eviction
+        evicted = b"" if eviction is None else eviction.variant
+        return variant(kv.adapters) + (b"long" if is_long else b"") + evicted

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from localllm import hub
+from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import choose_format
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.card import cap_allocator
@@ -185,6 +186,7 @@ class LoadedModel:
     held: what is closed when the model is not used any more.
     resident_tokens: of a sequence, whose keys and values stay in memory, where the others go to the disk.
     new_drafter: makes the second model that was asked for, or the head that drafts, where it is worth its room.
+    eviction: what leaves of the keys and values of a long sequence.
     """
 
     decoder: Decoder
@@ -196,6 +198,7 @@ class LoadedModel:
     held: ExitStack = field(default_factory=ExitStack)
     resident_tokens: int | None = None
     new_drafter: Callable[[Residency], Drafter] | None = None
+    eviction: Eviction | None = None
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,9 @@ class Loading:
             ctx = max(ctx, min(plan.most_kv_tokens, plan.shape.default_ctx))
         smaller = smaller_kv(search.shape, decoder.config, planner.dtype)
         fixes_for = partial(fixes_for_context, search, smaller=smaller)
-        resident = plan.shape.resident_tokens
-        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held or ExitStack(), resident)
+        held, resident = held or ExitStack(), plan.shape.resident_tokens
+        eviction = Eviction.of(planner.wanted.kv_evict)
+        return LoadedModel(decoder, ctx, plan, placed, replan, fixes_for, held, resident, eviction=eviction)
 
     def _plan(
         self, config: ModelConfig, packed: PackedModel | None = None, held: Held = NOTHING

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import psutil
 
+from localllm.cache.kv_eviction import LEAST_TOKENS, Eviction, most_pages
 from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
@@ -230,3 +231,42 @@ def require_choice(config: ModelConfig, wanted: EngineConfig, device: str) -> No
         why = f"each of its layers sees a window of {max(each or 0 for each in config.windows)} tokens, and no more"
     if why:
         raise UsageError(f"--attend {wanted.attend} is not possible here", why=why, fix=fix)
+
+
+def held_tokens(config: ModelConfig, kv_evict: str) -> int | None:
+    """Return the tokens whose keys and values a sequence has at most at one time; None where it has all. kv_evict: as
+    the setting."""
+    eviction = Eviction.of(kv_evict)
+    if eviction is None:
+        return None
+    return PAGE_TOKENS * max(most_pages(window, eviction) or 0 for window in config.windows)
+
+
+def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
+    """Raise UsageError where keys and values cannot leave as asked."""
+    eviction, off = Eviction.of(wanted.kv_evict), Fix.flag("--kv-evict", "off")
+    if eviction is None:
+        return
+    what, least = f"--kv-evict {wanted.kv_evict} is not possible", LEAST_TOKENS[eviction.kind]
+    if eviction.tokens < least:
+        why = f"the least budget is {least} tokens: the first page of {PAGE_TOKENS}, the newest, and one that is chosen"
+        raise UsageError(what, why=why, fix=Fix.flag("--kv-evict", f"{eviction.kind}:{least}"))
+    if None not in config.windows:
+        if config.windows:
+            longest = max(filter(None, config.windows))
+            why = f"every layer with keys and values has a window of its own, of at most {longest} tokens"
+        else:
+            why = "no layer of this model has keys and values: its states take the same memory for a text of any length"
+        raise UsageError(what + " with this model", why=why, fix=off)
+    if wanted.kv_offload != "off":
+        why = "what has left is read by no token, and needs no room on the disk"
+        raise UsageError(f"{what} with --kv-offload {wanted.kv_offload}", why=why, fix=Fix.without("--kv-offload"))
+    if wanted.chosen_pages is not None:
+        why = "what a token may choose from are all pages before it"
+        raise UsageError(f"{what} with --attend {wanted.attend}", why=why, fix=[Fix.flag("--attend", "all"), off])
+    if device != "cpu":
+        why = "kernels of a GPU read all pages of a sequence"
+        raise UsageError(f"{what} on {device}", why=why, fix=[Fix.flag("--device", "cpu"), off])
+    if eviction.kind == "heavy" and config.latents:
+        why = "latent attention does not tell how much of it a page gets"
+        raise UsageError(what + " with this model", why=why, fix=Fix.flag("--kv-evict", f"sinks:{eviction.tokens}"))

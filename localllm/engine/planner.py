@@ -14,11 +14,13 @@ from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import (
     BATCH_ROWS,
+    held_tokens,
     model_shape,
     process_memory,
     require_cap,
     require_choice,
     require_context,
+    require_eviction,
     with_choice,
 )
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
@@ -131,6 +133,7 @@ class ModelPlanner:
             raise UsageError("--kv-offload needs --device cpu", why=why, fix=Fix.without("--kv-offload"))
         require_context(config, wanted.ctx)
         require_choice(config, wanted, device)
+        require_eviction(config, wanted, device)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
         dtype = dtype_name(named, device) if other is None else other.dtype_name(named)
@@ -178,6 +181,7 @@ class ModelPlanner:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         shape = with_choice(shape, config, self.wanted.chosen_pages)
+        shape = replace(shape, held_tokens=held_tokens(config, self.wanted.kv_evict) or shape.held_tokens)
         if shape.mixtures and self.files is not None:
             from localllm.models.kept_uses import kept_uses  # no other model's plan needs it
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.paged_kv import KVPages, PagedKV, Spill
 from localllm.engine.events import ignore
@@ -29,10 +30,14 @@ _KEEP_USES_S = 300.0  # a file of 200 bytes, written and synchronized in about 1
 
 
 def new_pages(
-    model: Decoder, kv_format: KVFormat, spill: Spill | None = None, chosen_pages: int | None = None
+    model: Decoder,
+    kv_format: KVFormat,
+    spill: Spill | None = None,
+    chosen_pages: int | None = None,
+    eviction: Eviction | None = None,
 ) -> KVPages:
-    """Return a KV cache for this model, each layer's part where its attention is computed. spill, chosen_pages: as
-    `KVPages` has them."""
+    """Return a KV cache for this model, each layer's part where its attention is computed. spill, chosen_pages,
+    eviction: as `KVPages` has them."""
     config = model.config
     return KVPages(
         kv_format,
@@ -44,6 +49,7 @@ def new_pages(
         state_devices=model.state_devices,
         spill=spill,
         chosen_pages=chosen_pages,
+        eviction=eviction,
     )
 
 
@@ -65,6 +71,7 @@ class Residency:
         note: Callable[[str], None] = ignore,
         spill: Spill | None = None,
         chosen_pages: int | None = None,
+        eviction: Eviction | None = None,
     ) -> None:
         """Place a model.
 
@@ -74,6 +81,7 @@ class Residency:
         note: called with what is worth a line.
         spill: where keys and values rest that memory has no room for.
         chosen_pages: that a token of an answer attends to; None: all.
+        eviction: what leaves of the keys and values of a long sequence.
         """
         self.is_lost = False  # where a move failed, until `restore` succeeds
         self._note = note
@@ -88,7 +96,7 @@ class Residency:
         self._has_kv_on_host = False
         self._on_states: Callable[[Sequence[Chunk], Tensor], None] | None = None
         self._use(model)
-        self.kv_pages = new_pages(model, kv_format, spill, chosen_pages)
+        self.kv_pages = new_pages(model, kv_format, spill, chosen_pages, eviction)
 
     @property
     def weights(self) -> str:

@@ -142,7 +142,9 @@ class Scheduler:
                 if self._leader_of(sequence) is None:  # it is no other's turn before this one's
                     break
                 continue
-            own = self._reserved(sequence) - leader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS
+            is_whole = leader.num_prompt_tokens <= self.limits.held_tokens  # else pages of it have left
+            shared = leader.num_prompt_tokens // PAGE_TOKENS * PAGE_TOKENS if is_whole else 0
+            own = self._reserved(sequence) - shared
             if sequence.wants_growth or not self._has_room(own):
                 break
             try:

@@ -147,6 +147,7 @@ class Sequence:
         self.owns_kv = True
         self.adapters: tuple[tuple[str, str], ...] = ()  # their versions, as `AdapterCache.check` has them
         self.num_cached_tokens = 0  # of the prompt, that were not computed
+        self.num_evicted_tokens = 0  # whose keys and values had left when its pages were given back
         self.num_scored = 0  # tokens of the prompt whose logprobs were told
         self.miss: CacheMiss | None = None
         self.clock = Clock()
@@ -227,7 +228,7 @@ class Sequence:
         return FinishedEvent(
             self.request_id,
             self.finish_reason,
-            Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens),
+            Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens, self.num_evicted_tokens),
             self.clock.timings(load_s, self.num_prompt_tokens - self.num_cached_tokens, self.num_completion_tokens),
             text=text,
             error=error,

@@ -13,7 +13,7 @@ it sees does not depend on when those pages were computed, so that a prefix that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -52,11 +52,12 @@ def attention_source(
     words = "q out tasks tokens parts sinks shape | kv_heads group stride layer window softcap token_stride"
     k = Kernel("attention", words)
     a = k.arg
-    task = _Task(k, isa, dense, coded, rows, has_softcap, has_sinks)
+    task = Task(k, isa, dense, coded, rows, has_softcap, has_sinks)
     # Dealt out one by one: the later a token, the more keys it sees.
     with k.range(k.i64(0), (a.shape.load(I64, 8) * a.kv_heads + k.threads - 1 - k.thread) / k.threads) as turn:
         item = turn * k.threads + k.thread
-        task.start(a.tasks.at((item / a.kv_heads) * (8 * len(TASK_WORDS))), item % a.kv_heads)
+        words = a.tasks.at((item / a.kv_heads) * (8 * len(TASK_WORDS)))
+        task.start([words.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))], item % a.kv_heads)
         with k.range(task.first_section, task.end_section) as section:
             task.section.clear()
             with runs(k, section, task.first_key, task.own_page) as (first_page, end_page, run_page):
@@ -118,7 +119,7 @@ def merge_row(k: Kernel, vectors: int, into: tuple[Value, Value, Value], peak: V
         at.store(k.fma(at.load(F32V), old.splat(), mix.at(64 * i).load(F32V) * new.splat()))
 
 
-class _Task:
+class Task:
     """The rows of one task: what is known of each, and the stages that their keys go through."""
 
     def __init__(
@@ -146,9 +147,9 @@ class _Task:
         self.shrink = k.stack(F32, rows)
         self.lows, self.highs = k.stack(I64, rows), k.stack(I64, rows)  # the keys that a row sees, both included
 
-    def start(self, task: Value, kv_head: Value) -> None:
+    def start(self, words: Sequence[Value], kv_head: Value) -> None:
+        """words: see TASK_WORDS."""
         k, a = self.k, self.k.arg
-        words = [task.at(8 * n).load(I64, 8) for n in range(len(TASK_WORDS))]
         self.first_token, self.first_row, rows, self.first_section, self.end_section, self.part = words
         self.rows, self.last_row, self.kv_head = rows, rows - 1, kv_head
         tokens = a.tokens.at(kv_head * a.token_stride)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from localllm.kernels import kv_page
+from localllm.kernels import kv_page, reference
 from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.page_choice import PageChoice, chosen_pages
@@ -120,6 +121,26 @@ def _over_chosen(
             mixed.append(attention(query[None, heads], *(x[None] for x in seen), **options))
     joined = torch.cat(mixed, dim=1).view(*q.shape[:2], -1)
     return joined if kv.coded is None else kv_page.rotated(joined).to(q.dtype)
+
+
+def page_masses(
+    q: Tensor, kv: LayerPages, position: int, scale: float, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the attention that each page gets from a token, which stands in one of `kv.own`: its weights, summed up
+    over heads, fp32 [pages up to its own]. q [1, H, D]; kv: from the first page on; what else is given is that of
+    `paged_attention`."""
+    number, KH = position // PAGE_TOKENS, kv.dense.num_kv_heads
+    held = replace(kv, pages=kv.pages[: number + 1])
+    own = _loaded(kv.dense, [kv.own[number - (len(kv.pages) - len(kv.own))]], q)[0]
+    if kv.coded is None:
+        query, before = q, _loaded(kv.dense, held.pages, q)[0]
+    else:
+        query, before = kv_page.rotated(q), _past(held, q)[0]
+    keys = torch.cat((before[:, : number * PAGE_TOKENS], own), 1)[:, : position + 1].float()
+    scores = torch.einsum("kgd,ksd->kgs", query[0].float().view(KH, -1, q.shape[-1]), keys) * scale
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    weights = reference.softmax(scores.unsqueeze(2), sinks).sum((0, 1, 2))
+    return functional.pad(weights, (0, -len(weights) % PAGE_TOKENS)).view(-1, PAGE_TOKENS).sum(-1)
 
 
 def _past(kv: LayerPages, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from localllm.kernels.paged_attention import paged_attention, write
+from localllm.kernels.paged_attention import LayerPages, page_masses, paged_attention, write
 from localllm.layers.adapted import adapted
 from localllm.layers.batch import Batch
 from localllm.layers.config import AttentionConfig
@@ -17,6 +17,7 @@ from localllm.layers.linear import Linear
 from localllm.layers.native_attention import is_native
 from localllm.layers.norm import Norm
 from localllm.layers.rotary import query_growth, rotate
+from localllm.layers.segment import Masses
 
 
 @dataclass(eq=False)
@@ -79,16 +80,29 @@ class Attention:
 
     def _mixed_by_operators(self, qk: Tensor, v: Tensor, batch: Batch) -> Tensor:
         mixed, config = [], self.config  # [T_i, H, D] each
+        options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
         for segment in batch.segments:
-            rows = slice(segment.begin, segment.end)
-            q, k = qk[rows, : config.num_heads], qk[rows, config.num_heads :]
-            pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
-            if len(v[0]):
-                write(pages, segment.past, k, v[rows])
-            options: dict[str, Any] = {"scale": config.scale, "window": config.window, "softcap": config.softcap}
+            begin = segment.begin
             choice = segment.kv.choice if config.window is None else None
-            mixed.append(paged_attention(q, pages, segment.past, sinks=self.sinks, choice=choice, **options))
+            for count, past, pages in segment.kv.runs(self.layer, segment.past, segment.end - begin):
+                rows = slice(begin, begin + count)
+                q, k = qk[rows, : config.num_heads], qk[rows, config.num_heads :]
+                if len(v[0]):
+                    write(pages, past, k, v[rows])
+                mixed.append(paged_attention(q, pages, past, sinks=self.sinks, choice=choice, **options))
+                if segment.kv.masses is not None and config.window is None:
+                    self._add_masses(segment.kv.masses, q, pages, past, segment.past + begin - segment.begin)
+                begin += count
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _add_masses(self, masses: Masses, q: Tensor, pages: LayerPages, past: int, begin: int) -> None:
+        """Count the attention that pages get from queries [T, H, D]. past: the position of the first one among these
+        pages; begin: in the text."""
+        for position in masses.watched(begin, begin + len(q)):
+            own, at = q[position - begin : position - begin + 1], past + position - begin
+            options = self.config.scale, self.config.softcap, self.sinks
+            found = page_masses(own, pages, at, *options)
+            masses.row(position)[0, : len(found)] += found.cpu()
 
     def _normalised(self, qk: Tensor) -> Tensor:
         """qk [T, H + KH, D] through the norms of queries and keys, where the family has them."""

@@ -100,13 +100,15 @@ class LatentAttention:
         if is_small and all(is_native(batch.segments, part) for part in parts):
             native = batch.native_attention(self.config, self.layer)
             return native.of_latents(queries.float(), keys.float(), self.config, self.layer).to(queries.dtype)
-        mixed = []
+        mixed: list[Tensor] = []
+        options: dict[str, Any] = {"scale": self.config.scale, "window": self.config.window}
         for segment in batch.segments:
-            rows = slice(segment.begin, segment.end)
-            pages = segment.kv.layer(self.layer, segment.past, segment.end - segment.begin)
-            write(pages, segment.past, keys[rows], keys[rows])
-            options: dict[str, Any] = {"scale": self.config.scale, "window": self.config.window}
-            mixed.append(paged_attention(queries[rows], pages, segment.past, **options))
+            begin = segment.begin
+            for count, past, pages in segment.kv.runs(self.layer, segment.past, segment.end - begin):
+                rows = slice(begin, begin + count)
+                write(pages, past, keys[rows], keys[rows])
+                mixed.append(paged_attention(queries[rows], pages, past, **options))
+                begin += count
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 

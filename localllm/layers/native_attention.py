@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from localllm.kernels.cpu_attention import ROW_COUNTS, SECTION_PAGES
 from localllm.kernels.cpu_ir import LANES
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import is_available
+from localllm.kernels.cpu_page_mass import MassRoom
 from localllm.kernels.cpu_paged import (
     AttentionPlace,
     AttentionRoom,
@@ -64,6 +66,8 @@ class NativeAttention:
         self._room.place(tables)
         self._tokens = [torch.tensor(words) for words in tables.tokens]
         self._rows, self._is_split = tables.rows, tables.is_split
+        watched = watched_tokens(segments)
+        self._masses = MassRoom(0, 0, 0).placed(watched, torch.get_num_threads()) if watched else None
 
     def __call__(self, qkv: Tensor, config: AttentionConfig, layer: int, sinks: Tensor | None = None) -> Tensor:
         """qkv fp32 [T, H + 2 KH, D], rotated already; written over. sinks: fp32 [H]. Keys and values go to their pages;
@@ -88,7 +92,9 @@ class NativeAttention:
         )
         options = config.window, config.softcap, sinks
         place = AttentionPlace(qkv, heads * D, out, tokens, row, config.num_heads, *options)
-        steps = self._room.steps(isa, self.layouts, place, rows=self._rows, is_split=self._is_split)
+        steps = [*self._room.steps(isa, self.layouts, place, rows=self._rows, is_split=self._is_split)]
+        if self._masses is not None and config.window is None:
+            steps.append(self._masses.step(isa, self.layouts, place))
         Tape([store, *steps]).run()
         return out
 
@@ -123,7 +129,7 @@ def attention_tables(
     group = heads // kv_heads
     longest = max(segment.end - segment.begin for segment in segments)
     rows = next((count for count in row_counts if count >= longest * group), row_counts[-1])
-    runs = [run for segment in segments for run in _page_runs(segment, choosing)]
+    runs = [run for segment in segments for run in _page_runs(segment, groups, choosing)]
     tokens = [[word for run in runs for word in run.tokens(index)] for index in range(groups)]
     tasks = [
         (run, first, min(rows, run.end_row(group) - first)) for run in runs for first in run.first_rows(group, rows)
@@ -141,6 +147,18 @@ def attention_tables(
     return AttentionTables(rows, tokens, split, merges, parts, chosen)
 
 
+def watched_tokens(segments: Sequence[Segment]) -> Words:
+    """Return the tokens of a batch whose attention is summed up for each page: see MASS_WORDS."""
+    words = []
+    for segment in segments:
+        if (masses := segment.kv.masses) is None:
+            continue
+        for position in masses.watched(segment.past, segment.past + segment.end - segment.begin):
+            row = masses.row(position)
+            words.append((segment.begin + position - segment.past, row.data_ptr(), row.shape[1]))
+    return words
+
+
 @dataclass(frozen=True)
 class _PageRun:
     """The tokens [begin, end) of a segment, counted in positions, which stand in one page. choice: by which the only
@@ -149,22 +167,27 @@ class _PageRun:
     segment: Segment
     begin: int
     end: int
+    groups: int  # of layers
     choice: PageChoice | None = None
 
     @property
     def number(self) -> int:
         return self.begin // PAGE_TOKENS
 
-    @property
+    @cached_property
     def sections(self) -> int:
-        seen = self.number + 1 if self.choice is None else self.choice.pages + FIXED_PAGES
-        return -(-seen // SECTION_PAGES)
+        """Of the layers that see most."""
+        if self.choice is not None:
+            return -(-(self.choice.pages + FIXED_PAGES) // SECTION_PAGES)
+        kv = self.segment.kv
+        return max(kv.view(index, self.number, _HOST)[1] for index in range(self.groups)) // SECTION_PAGES + 1
 
     def tokens(self, index: int) -> Words:
         kv = self.segment.kv
         own, stride = kv.own_page(index, self.number, _HOST)
-        pages = kv.addresses(index, _HOST).data_ptr()
-        return [(pages, own, stride, position) for position in range(self.begin, self.end)]
+        pages, place = kv.view(index, self.number, _HOST)
+        moved = (place - self.number) * PAGE_TOKENS
+        return [(pages.data_ptr(), own, stride, position + moved) for position in range(self.begin, self.end)]
 
     def end_row(self, group: int) -> int:
         """Rows count from the segment's first token."""
@@ -174,18 +197,18 @@ class _PageRun:
         return range((self.begin - self.segment.past) * group, self.end_row(group), rows)
 
 
-def _page_runs(segment: Segment, choosing: int | None) -> Iterator[_PageRun]:
-    """Yield the runs of a segment; a token that chooses its pages is one by itself."""
+def _page_runs(segment: Segment, groups: int, choosing: int | None) -> Iterator[_PageRun]:
+    """Yield the runs of a segment; a token that chooses its pages is one by itself. groups: of layers."""
     begin, end = segment.past, segment.past + segment.end - segment.begin
     choice = None if choosing is None else segment.kv.choice
     first_chosen = end if choice is None else max(begin, min(end, choice.first_position))
     first = begin
     while first < first_chosen:
         last = min(first_chosen, (first // PAGE_TOKENS + 1) * PAGE_TOKENS)
-        yield _PageRun(segment, first, last)
+        yield _PageRun(segment, first, last, groups)
         first = last
     for position in range(first_chosen, end):
-        yield _PageRun(segment, position, position + 1, choice)
+        yield _PageRun(segment, position, position + 1, groups, choice)
 
 
 def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenPages:

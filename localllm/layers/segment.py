@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -65,6 +65,16 @@ class SpilledPages(Protocol):
         """Inside, the pages of a layer have addresses. Raises LocalLLMError where they cannot be brought."""
 
 
+class Masses(Protocol):
+    """The attention that pages get from some of a forward's tokens."""
+
+    def watched(self, past: int, end: int) -> range:
+        """Return the positions of those of the tokens from `past` to `end` that count."""
+
+    def row(self, position: int) -> Tensor:
+        """Return where the weights of a token are to be added, fp32 [key heads, pages that it sees]."""
+
+
 class KVStore(Protocol):
     """Pages with the keys and values of one sequence. The tokens of a forward may be written again and again: only the
     owner says which ones count. Layers of the same window and shape are one group."""
@@ -90,6 +100,10 @@ class KVStore(Protocol):
         """Return what brings its pages from the disk; None where all are in memory."""
 
     @property
+    def masses(self) -> Masses | None:
+        """Return what counts the attention that pages get in layers without a window; None where nothing does."""
+
+    @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:
         """The layouts of dense pages and of coded ones, where all layers have the same."""
 
@@ -103,8 +117,9 @@ class KVStore(Protocol):
     def bounds(self, group: int) -> PageBounds:
         """Return the bounds of a group's pages, by which tokens choose."""
 
-    def layer(self, layer: int, past: int, num_tokens: int) -> LayerPages:
-        """Return the pages that queries at the positions [past, past + num_tokens) write and read of a layer."""
+    def runs(self, layer: int, past: int, num_tokens: int) -> Iterator[tuple[int, int, LayerPages]]:
+        """Yield the pages that queries at the positions [past, past + num_tokens) write and read of a layer: how many
+        of them see the same ones, and the position of the first one among these."""
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
@@ -112,6 +127,10 @@ class KVStore(Protocol):
 
     def addresses(self, group: int, device: torch.device) -> Tensor:
         """int64 [pages], on the host: where the parts of a group's pages that are on this device begin."""
+
+    def view(self, group: int, number: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return the addresses of the pages that the tokens of one page see, as `addresses` does, and which of these is
+        their own."""
 
     def own_page(self, group: int, number: int, device: torch.device) -> tuple[int, int]:
         """Return the address of a page on this device as its own tokens read it, and the bytes from one layer's part

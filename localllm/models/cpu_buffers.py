@@ -13,6 +13,7 @@ from localllm.kernels.cpu_isa import MOST_ROWS, Isa
 from localllm.kernels.cpu_linear import Activations
 from localllm.kernels.cpu_low_rank_room import AdaptedRows, LowRankRoom
 from localllm.kernels.cpu_mamba2 import Mamba2Room
+from localllm.kernels.cpu_page_mass import MassRoom
 from localllm.kernels.cpu_paged import AttentionRoom, AttentionTables, ChoiceRoom, Layouts, row_counts_of
 from localllm.kernels.cpu_scan import ScanRoom
 from localllm.kernels.cpu_short_conv import ConvRoom
@@ -27,7 +28,7 @@ from localllm.layers.config import KeyValue
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
 from localllm.layers.moe import MoE
-from localllm.layers.native_attention import attention_tables
+from localllm.layers.native_attention import attention_tables, watched_tokens
 from localllm.layers.native_states import placed_states
 from localllm.layers.norm import as_rms
 from localllm.layers.per_layer import INPUTS
@@ -155,14 +156,16 @@ class Buffers:
         self.per_layer = torch.zeros(padded, per_layer_shape[0], 2, per_layer_shape[1])
         self.rwkv7 = Rwkv7Room(config.recurrents, padded)
         self._chooses = False
+        self.masses: MassRoom | None = None  # where the attention is counted that pages get
         self.states = StateRooms(config.state_shapes, rows, _SEGMENTS)
         self.gates = torch.zeros(padded * max((each.gate_features for each in config.recurrents), default=0))
         self.low_rank = LowRankRoom(isa, native_sites(decoder))
         self.batch: Batch | None = None  # the one that was placed last, as long as all of it is there
 
     @property
-    def rooms(self) -> tuple[AttentionRoom, ...]:
-        return tuple(each.room for each in (*self._attending.values(), *self._choosing.values()))
+    def rooms(self) -> tuple[AttentionRoom | MassRoom | None, ...]:
+        attending = (*self._attending.values(), *self._choosing.values())
+        return (*(each.room for each in attending), self.masses)
 
     @property
     def attending_keys(self) -> tuple[AttendingKey, ...]:
@@ -195,6 +198,9 @@ class Buffers:
         self._chooses = batch.chooses
         for attending in self._choosing.values() if self._chooses else ():
             attending.place(batch.segments, len(self.groups))
+        if any(segment.kv.masses is not None for segment in batch.segments):
+            room = self.masses or MassRoom(0, 0, 0)
+            self.masses = room.placed(watched_tokens(batch.segments), torch.get_num_threads())
         if self.states.shapes:
             self.states = self.states.placed(placed_states(batch.segments))
         self.low_rank.place([_adapted_rows(segment) for segment in batch.adapted_segments])

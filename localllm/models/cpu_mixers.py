@@ -83,6 +83,8 @@ def _attention(write: Products, body: Attention, norm_eps: float) -> Iterator[St
     place = AttentionPlace(qkv, stride, room.mixed, room.tokens[group], index, H, *options)
     rows, is_split = attending.rows, attending.is_split
     yield from attending.room.steps(write.isa, attending.layouts, place, rows=rows, is_split=is_split)
+    if room.masses is not None and config.window is None:
+        yield room.masses.step(write.isa, attending.layouts, place)
     if gates:
         yield cpu_quantize.sigmoid_gate(write.isa, D if config.gates_heads else 1).step(
             x=room.wide,

@@ -20,6 +20,7 @@ from localllm.kernels.cpu_expert_room import COMBINE_STEP, GROUP_STEP, ExpertRoo
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_linear import Step
+from localllm.kernels.cpu_page_mass import MassRoom
 from localllm.kernels.cpu_paged import AttentionRoom, is_choice
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.tile16 import TILE
@@ -45,7 +46,12 @@ from localllm.quant.dense import dense_name
 _ADAPTED_TAPES = 32  # that are kept: one for each set of layers that adapters change, and number of rows
 
 _TapeKey = tuple[
-    int, frozenset[str], tuple[AttendingKey, ...], ExpertRoom | None, StateRooms, tuple[AttentionRoom, ...]
+    int,
+    frozenset[str],
+    tuple[AttendingKey, ...],
+    ExpertRoom | None,
+    StateRooms,
+    tuple[AttentionRoom | MassRoom | None, ...],
 ]
 
 

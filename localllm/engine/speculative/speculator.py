@@ -30,6 +30,7 @@ from localllm.engine.speculative.controller import (
 from localllm.engine.speculative.drafter import NO_DRAFT, Draft, Drafter, SkipDrafter
 from localllm.engine.speculative.ngram import NgramLookup
 from localllm.engine.step_types import Chunk
+from localllm.kernels.sizes import PAGE_TOKENS
 from localllm.models.architecture import ModelConfig
 from localllm.offload.planner.plan import Plan
 from localllm.settings import DRAFT_TOKENS, MOST_DRAFT_TOKENS
@@ -246,13 +247,15 @@ def within_grammar(sequence: Running, offer: Draft, limit: int) -> Draft:
 
 def draft_limit(sequence: Running, config: ModelConfig) -> int:
     """Return how many tokens may be drafted: the last token that they can give is the last that the sequence may have,
-    and none is computed by another RoPE than the token in its place would have been."""
+    and none is computed by another RoPE, or behind other pages, than the token in its place would have been."""
     length = len(sequence.token_ids)
     most = sequence.max_length - length - 1
     for rope in config.ropes:
         trained = rope.original_max_position_embeddings or 0
         if rope.kind == "dynamic" or (rope.kind == "longrope" and length <= trained):
             most = min(most, trained - length - 1)
+    if sequence.kv is not None and sequence.kv.masses is not None:  # a page may leave when another is full
+        most = min(most, -length % PAGE_TOKENS)
     return max(0, most)
 
 

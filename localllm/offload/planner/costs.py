@@ -154,6 +154,7 @@ class Costs:
     def _serial_s(self, phase: _Phase, depth: int, rows: int) -> float:
         """Return the seconds of what is computed, block after block, on the device or on the host."""
         work, rates, card = self.work, self.rates, self.card
+        depth = min(depth, self.shape.held_tokens)
         of_row = depth * self.shape.kv_bytes_per_token if phase == "prompt" else self.shape.attended_bytes(depth)
         kv_bytes = rows * of_row / ATTENTION_SHARE / 1e9
         seconds = STEP_S + kv_bytes * (1 - work.kv_share) / rates.matrix_gbs

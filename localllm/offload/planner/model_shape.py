@@ -80,6 +80,7 @@ class ModelShape:
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     kv_layers: int = 1  # that have keys and values
     resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
+    held_tokens: int = 1 << 62  # whose keys and values a sequence has at most at one time, where earlier ones leave
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
     snapshot_bytes: int = 0  # of one snapshot of all states
     cheap_ctx: int = 0  # a longer one that is taken by default where half of the memory that is left is enough for it
@@ -102,9 +103,10 @@ class ModelShape:
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         """Return the memory of so many tokens of all sequences together. Those on the disk pass through a ring that has
         room for two layers."""
+        held = min(num_tokens, sequences * self.held_tokens)
         spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
         return (
-            num_tokens * self.kv_bytes_per_token
+            held * self.kv_bytes_per_token
             - spilled_bytes
             + -(-2 * spilled_bytes // self.kv_layers)
             + sequences * self.kv_bytes_per_sequence

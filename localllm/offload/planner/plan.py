@@ -126,7 +126,7 @@ class Plan:
         between torch's allocations.
         """
         spare = 0 if self.is_streamed else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
-        return self.kv_tokens + spare
+        return min(self.kv_tokens, self.sequences * self.shape.held_tokens) + spare
 
 
 def with_kept_pages(plan: Plan) -> Plan:

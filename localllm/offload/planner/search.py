@@ -223,7 +223,7 @@ class Search:
 def _is_modest(plan: Plan) -> bool:
     """Return whether a context that nobody asked for is the usual one, or takes from nothing: all blocks stay where
     they are fast, and as much memory stays free as it takes beside the usual one."""
-    longer = (plan.ctx - plan.shape.default_ctx) * plan.shape.kv_bytes_per_token
+    longer = plan.shape.kv_bytes(plan.ctx) - plan.shape.kv_bytes(plan.shape.default_ctx)
     return longer <= 0 or (plan.is_whole and longer <= plan.free_bytes)
 
 

@@ -23,12 +23,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicUsage(ReplyBody):
-    """input_tokens: the prompt tokens that were computed; the others were in the prefix cache."""
+    """input_tokens: the prompt tokens that were computed; the others were in the prefix cache. evicted_tokens: those
+    whose keys and values left before the end, where some did (--kv-evict)."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    evicted_tokens: Absent[int] = None
     service_tier: Literal["standard"] = "standard"
 
 
@@ -122,6 +124,7 @@ def _usage(usage: Usage) -> AnthropicUsage:
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
         output_tokens=usage.completion_tokens,
+        evicted_tokens=usage.evicted_tokens or None,
     )
 
 

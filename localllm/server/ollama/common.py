@@ -59,6 +59,7 @@ class OllamaEnd(ReplyBody):
     total_duration: Absent[int] = None
     load_duration: Absent[int] = None
     prompt_eval_count: Absent[int] = None
+    evicted_count: Absent[int] = None  # tokens whose keys and values left before the end, where some did
     prompt_eval_duration: Absent[int] = None
     eval_count: Absent[int] = None
     eval_duration: Absent[int] = None

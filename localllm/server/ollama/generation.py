@@ -180,6 +180,7 @@ class OllamaWriter(AnswerWriter):
             "load_duration": self.load_ns,
             "prompt_eval_count": finished.usage.prompt_tokens,
             "prompt_eval_duration": round(timings.prompt_ms * 1e6),
+            "evicted_count": finished.usage.evicted_tokens or None,
             "eval_count": finished.usage.completion_tokens,
             "eval_duration": round(timings.predicted_ms * 1e6),
         }

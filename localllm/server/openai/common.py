@@ -32,10 +32,13 @@ class PromptDetails(ReplyBody):
 
 
 class OpenAIUsage(ReplyBody):
+    """evicted_tokens: of prompt and answer, whose keys and values left before the end, where some did (--kv-evict)."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: Absent[PromptDetails] = None
+    evicted_tokens: Absent[int] = None
 
 
 NOT_OBFUSCATED = Ignored("events are never padded")
@@ -141,6 +144,7 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        evicted_tokens=sum(each.usage.evicted_tokens for each in finished) or None,
     )
 
 

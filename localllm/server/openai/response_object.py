@@ -69,11 +69,14 @@ class OutputDetails(ReplyBody):
 
 
 class ResponseUsage(ReplyBody):
+    """evicted_tokens: as in `OpenAIUsage`."""
+
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    evicted_tokens: Absent[int] = None
 
 
 class Incomplete(ReplyBody):
@@ -195,6 +198,7 @@ class ResponseWriter(AnswerWriter):
                 output_tokens=counts.completion_tokens,
                 output_tokens_details=OutputDetails(reasoning_tokens=self._num_thought_tokens),
                 total_tokens=counts.prompt_tokens + counts.completion_tokens,
+                evicted_tokens=counts.evicted_tokens or None,
             )
         return ResponseObject(
             **self._head,
