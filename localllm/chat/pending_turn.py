@@ -13,6 +13,7 @@ from localllm.chat.thoughts import NO_THOUGHTS, Thinking
 
 if TYPE_CHECKING:
     from localllm.cache.miss_reason import CacheMiss
+    from localllm.chat.compression import Compression
     from localllm.engine.events import FinishedEvent
     from localllm.engine.request import Request
     from localllm.text.eviction import Evicted
@@ -28,6 +29,7 @@ class PendingTurn:
     thinking: how thoughts are told apart.
     note: a notice about a setting, given once.
     is_switched: the answer before was computed with other adapters.
+    compression: words that have left its text.
     """
 
     request: Request
@@ -38,6 +40,7 @@ class PendingTurn:
     thinking: Thinking = NO_THOUGHTS
     note: str = ""
     is_switched: bool = False
+    compression: Compression | None = None
 
     @property
     def notices(self) -> list[str]:

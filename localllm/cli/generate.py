@@ -179,11 +179,14 @@ class AnswerPrinter:
             about = {"session": self.session, "prompt_tokens": answer.num_prompt_tokens, "seed": answer.seed}
             several = {} if self.choice.is_plain else {"answers": self.choice.n}
             evicted = evicted_fields(self.pending.evicted)
-            self.cli.output.json({**start, **about, **several, **evicted, **self._cascade_fields})
+            self.cli.output.json({**start, **about, **several, **evicted, **self._own_fields})
 
     @property
-    def _cascade_fields(self) -> dict[str, Any]:
-        return {} if self.tried is None else {"cascade": [each.fields() for each in self.tried]}
+    def _own_fields(self) -> dict[str, Any]:
+        """Return what only some commands have to say."""
+        compression = self.pending.compression
+        told = {} if compression is None else {"compression": compression.fields()}
+        return told if self.tried is None else {**told, "cascade": [each.fields() for each in self.tried]}
 
     def _print_event(self, place: int, event: Event, piece: Piece) -> None:
         fields = event_fields(self.files, event, piece)
@@ -239,7 +242,7 @@ class AnswerPrinter:
         explanation = self.pending.explained(_ending(chosen[0]))
         if printing.as_json:
             about = {**evicted_fields(self.pending.evicted), "cache_miss": miss_fields(explanation)}
-            output.json({**self._fields(chosen), **about, "session": self.session, **self._cascade_fields})
+            output.json({**self._fields(chosen), **about, "session": self.session, **self._own_fields})
         elif not printing.as_events and not is_printed:
             self._print_whole(chosen)
         output.end_answer()

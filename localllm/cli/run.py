@@ -24,6 +24,7 @@ from localllm.chat.tool_words import adapted
 from localllm.cli import options
 from localllm.cli.cascade import CASCADE_OPTIONS, cascade_of
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
+from localllm.cli.compress import COMPRESS_OPTIONS, COMPRESSED_ALONE, compressed, refuse_idle_judge
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
 from localllm.cli.options import (
@@ -110,6 +111,7 @@ EXCLUSIVE = {
     "--schema --regex --grammar": _ONE_FORM,
     "--regex --grammar": _ONE_FORM,
     "--show-prompt --schema --regex --grammar --strict": _NOTHING_GENERATED,
+    **COMPRESSED_ALONE,
 }
 
 
@@ -171,6 +173,7 @@ EXCLUSIVE = {
     "private",
     "overflow",
     option("--raw", "Use the prompt as it is, without the chat template.", group=PROMPT),
+    *COMPRESS_OPTIONS,
     option("--show-prompt", "Print the prompt that the model would get, and generate nothing.", group=PROMPT),
     option("--json", "Print one JSON object when the answer is complete.", group=OUTPUT, is_basic=True),
     option("--jsonl", "Print one JSON object for each event while it streams.", group=OUTPUT),
@@ -236,7 +239,8 @@ def run_command(context: typer.Context, **flags: Any) -> None:
         from localllm.text.chat_template import ChatInput
 
         dialogue = _dialogue(selection, source, text, flags["system"], resumed)
-        source = Source(chat=ChatInput(dialogue.for_template))
+        source = replace(source, chat=ChatInput(dialogue.for_template))
+    source = compressed(cli, selection, source, flags, text)
     if flags["show_prompt"]:
         cli.output.verbatim(source.render(selection.files.directory, selection.resolved))
         if source.chat is not None and source.chat.add_generation_prompt is None:
@@ -323,6 +327,7 @@ def _refuse_conflicts(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that contradict each other, and for one that would have no effect."""
     refuse_together(flags, EXCLUSIVE)
     refuse_idle_strict(flags)
+    refuse_idle_judge(flags)
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
         raise UsageError("--raw and --overflow evict cannot go together", why=why, fix=Fix.flag("--overflow", "grow"))
@@ -417,7 +422,7 @@ def _answers(
         if flags["show_thoughts"] and not thinking.splits:
             cli.output.note("--show-thoughts: this model's chat template knows no thoughts, and none are shown")
         request = replace(request, grammar=thinking.grammar(form), shown_ids=thinking.shown_ids)
-        pending = PendingTurn(request, fitted.evicted, why, thinking=thinking)
+        pending = PendingTurn(request, fitted.evicted, why, thinking=thinking, compression=source.compression)
         requests = choice.requests(request)
         answers = [replace(pending, request=each).answer() for each in requests]
         with recorder.answering(answers[0]) as record:

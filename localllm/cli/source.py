@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +25,27 @@ from localllm.text.grammar.gbnf import is_gbnf
 from localllm.text.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
+    from localllm.chat.compression import Compression
     from localllm.config import ResolvedSettings
     from localllm.engine.events import FinishedEvent
     from localllm.text.chat_template import ChatInput, ChatTemplate
     from localllm.text.tokenizer import Tokenizer
 
+_PROSE = ("", ".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".pdf")  # what files of it are called
+
 
 @dataclass(frozen=True)
 class Source:
-    """Either `raw` or `chat` is set."""
+    """Either `raw` or `chat` is set.
+
+    verbatim: the texts of files in it that are no prose, by the files' names.
+    compression: what left it.
+    """
 
     raw: str | None = None
     chat: ChatInput | None = None
+    verbatim: Mapping[str, str] = field(default_factory=dict)
+    compression: Compression | None = None
 
     @property
     def opens_turn(self) -> bool:
@@ -107,7 +116,8 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     paths = flags["file"] or []
     is_form_piped = _form_of_stdin(flags) is not None
     parts = [] if Path("-") in paths or is_form_piped else [read_stdin(output)]
-    parts += [_read_file(path, output, is_raw=flags["raw"]) for path in paths]
+    files = {path: _read_file(path, output, is_raw=flags["raw"]) for path in paths}
+    parts += [files[path] for path in paths]
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
@@ -121,7 +131,8 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         return Source(raw=prompt)
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
     question = prompt if text else prompt.rstrip("\n")
-    return asked(question, argument_text(system, "--system") if system else None)
+    verbatim = {str(path): text.strip("\n") for path, text in files.items() if path.suffix.lower() not in _PROSE}
+    return replace(asked(question, argument_text(system, "--system") if system else None), verbatim=verbatim)
 
 
 def _read_file(path: Path, output: Output, *, is_raw: bool) -> str:

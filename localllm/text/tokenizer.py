@@ -128,6 +128,14 @@ class Tokenizer:
         ids = self._encode(text, special).ids if special else self._encode_plain(text)
         return self.with_bos(ids) if bos else ids
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of `text`, as `encode` has them, and which characters each is of. Ids that no text may become
+        are left out."""
+        encoding = self._encode(valid_unicode(text), special=False)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        kept = [(index, span) for index, span in pairs if index not in self._never_from_text]
+        return [index for index, _ in kept], [span for _, span in kept]
+
     def with_bos(self, ids: list[int]) -> list[int]:
         """Return `ids` with a BOS in front if this tokenizer adds one and there is none yet."""
         if self.adds_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
