@@ -138,20 +138,21 @@ class ModelServer:
         return model
 
     async def asked(self, name: str | None, keep_s: float | None, tried: list[Tried]) -> AskedModel:
-        """As `model`, with the settings that its name stands for. tried: as `Cascade.stage` has it.
-
-        Raises RequestError, too, for a preset that wants another engine than the model's.
-        """
-        if self.cascade is not None and self.cascade.has(name):
-            asked: AskedModel = self.cascade.stage(tried)
-        elif self.cascade is not None and self.cascade.has((name or "").partition(":")[0]):
-            what, why = "a cascade takes no adapter", "an adapter fits one model"
-            raise RequestError(400, what, why=why, param="model", name="unsupported_value")
-        else:
-            asked = await self.pool.asked(name)
+        """As `named`, loaded. Raises RequestError, too, for a preset that wants another engine than the model's."""
+        asked = await self.named(name, tried)
         await self.make_ready(asked.served, keep_s)
         await refuse_other_engine(asked)
         return asked
+
+    async def named(self, name: str | None, tried: list[Tried]) -> AskedModel:
+        """Return a model with the settings that its name stands for. tried: as `Cascade.stage` has it. Raises as
+        `ModelPool.asked`, and RequestError."""
+        if self.cascade is not None and self.cascade.has(name):
+            return self.cascade.stage(tried)
+        if self.cascade is not None and self.cascade.has((name or "").partition(":")[0]):
+            what, why = "a cascade takes no adapter", "an adapter fits one model"
+            raise RequestError(400, what, why=why, param="model", name="unsupported_value")
+        return await self.pool.asked(name)
 
     async def make_ready(self, model: ServedModel, keep_s: float | None = None) -> None:
         """As `model`, for one that was found."""

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _MARKUP = re.compile(r"\s*(?:\||#{1,6}\s|</?[A-Za-z!?])|.*</[\w:.-]+>\s*$")  # a row of a table, a heading, a tag
 _INDENTED = re.compile(r"(?: {4}|\t)\s*\S")
-_INLINE = re.compile(r"(`+)(?!`).{1,1000}?(?<!`)\1(?!`)|</?[A-Za-z!?][^<>\n]*>|\S+://\S+")
+_INLINE = re.compile(r"(`+)(?!`).{1,1000}?(?<!`)\1(?!`)|</?[A-Za-z!?][^<>\n]*>|\]\([^()\s]*\)|\S+://\S+")
 _BRACKETS = re.compile(r"[\[\]{}]")
 _SYMBOLS = re.compile(r"[{}\[\]<>=_*/\\|#$&^~`+@%;]")
 _MOST_SYMBOLS = 0.06  # of the characters of a paragraph of prose; code has 0.08 to 0.2
@@ -131,7 +131,7 @@ def _blocks(text: str) -> Iterator[Span]:
         if found:
             fence, fence_begin = found[1], span[0]
         is_code = not line.strip() or (is_code and _INDENTED.match(line) is not None)
-        if is_code or _MARKUP.match(line):
+        if line.strip() and (is_code or _MARKUP.match(line)):
             yield span
         if line.strip() and not found:
             paragraph.append(span)

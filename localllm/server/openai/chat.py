@@ -9,9 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
+from localllm.chat.compression import HIGHEST, LOWEST, Compression
 from localllm.engine.events import FinishedEvent
 from localllm.server import fields
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
+from localllm.server.compression import CompressionReply, compressed, refuse_idle_judge
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import BestOf, optional, requested_best_of
@@ -32,6 +34,7 @@ from localllm.server.replies import FinishReason, TimingsReply, finish_reason, n
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
+from localllm.text.eviction import Message
 from localllm.text.tokenizer import Tokenizer
 
 _ONLY_TOOLS = "use 'tools' and 'tool_choice', as OpenAI does by now"
@@ -68,6 +71,13 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
         "true: the answer continues the last message, which is the assistant's."
     )
     parallel_tool_calls: bool | None = optional("false: at most one call in an answer.")
+    compress: float | None = optional(
+        "The share of the tokens that is kept of the prose in the user's messages, before what they ask. The reply's "
+        "`compression` has what was removed.",
+        ge=LOWEST,
+        le=HIGHEST,
+    )
+    compress_with: str | None = optional("The model that judges what `compress` removes. Default: tiny.")
     functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -155,13 +165,17 @@ class ChatCompletion(_ChatHead):
     usage: common.OpenAIUsage
     service_tier: Absent[str] = None
     timings: Absent[TimingsReply] = None
+    compression: Absent[CompressionReply] = None
 
 
 class ChatChunk(_ChatHead):
+    """compression: in the first chunk"""
+
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: NullOrAbsent[common.OpenAIUsage] = None
     timings: Absent[TimingsReply] = None
+    compression: Absent[CompressionReply] = None
 
 
 async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
@@ -171,7 +185,12 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "the first is the older name of the second"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
-    messages, said = _begun(body)
+    refuse_idle_judge(body.compress, body.compress_with)
+    before, said = _begun(body)
+    messages: Sequence[Message] = chat_messages(before)
+    told: Compression | None = None
+    if body.compress is not None:
+        messages, told = await compressed(call, body.model, messages, body.compress, body.compress_with)
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
     asked = await call.asked(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
@@ -188,7 +207,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     answers = await call.server.ask(
         asked,
         GenerationRequest(
-            ChatInput(chat_messages(messages), None, opens_turn, body.chat_template_kwargs or {}),
+            ChatInput(list(messages), None, opens_turn, body.chat_template_kwargs or {}),
             sampling,
             said=said,
             n=body.n or 1,
@@ -203,7 +222,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
         ),
     )
     head: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": asked.shown(body.model)}
-    writer = ChatWriter(head, answers, body, best_of, tokenizer, most_logprobs)
+    writer = ChatWriter(head, answers, body, best_of, tokenizer, most_logprobs, told)
     return await replied(answers, writer, is_streamed=body.stream)
 
 
@@ -267,6 +286,7 @@ class ChatWriter(common.ChunkWriter):
         best_of: BestOf,
         tokenizer: Tokenizer,
         most_logprobs: int | None,
+        compression: Compression | None,
     ) -> None:
         super().__init__(ChatChunk(**head, choices=[]), answers, body.stream_options, len(answers.prepared.requests))
         self._common = head
@@ -274,6 +294,7 @@ class ChatWriter(common.ChunkWriter):
         self._best_of = best_of
         self._tokenizer = tokenizer
         self._most_logprobs = most_logprobs
+        self._compression = None if compression is None else CompressionReply(**compression.fields())
         self._called = set[int]()
 
     def whole(self, answers: list[Delta]) -> ChatCompletion:
@@ -285,11 +306,15 @@ class ChatWriter(common.ChunkWriter):
             usage=common.usage_of([each.end for each in answers], len(answers)),
             service_tier="default" if tier == "auto" else tier,
             timings=timings_of(found[0].end) if len(found) == 1 else None,
+            compression=self._compression,
         )
 
     def begin(self) -> Iterator[bytes]:
+        more = {} if self._compression is None else {"compression": self._compression}
         for index in range(len(self._requests)):
-            yield self._delta(index, role="assistant", content="")
+            delta = ChatDelta(role="assistant", content="")
+            yield self.chunk(index, ChatChunkChoice(index=index, delta=delta), more=more)
+            more = {}
 
     def write(self, index: int, delta: Delta) -> Iterator[bytes]:
         self.count(index, delta.num_tokens)

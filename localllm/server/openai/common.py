@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -161,9 +162,15 @@ class ChunkWriter(AnswerWriter):
         self._counts: Counter[int] = Counter()
         self._ends: dict[int, FinishedEvent] = {}
 
-    def chunk(self, index: int, choice: ReplyBody, finished: FinishedEvent | None = None) -> bytes:
-        """Write a chunk of the answer `index`; of its end, with timings where it is the only answer."""
-        chunk = {**self._head, "choices": (choice,)}
+    def chunk(
+        self,
+        index: int,
+        choice: ReplyBody,
+        finished: FinishedEvent | None = None,
+        more: Mapping[str, object] = MappingProxyType({}),
+    ) -> bytes:
+        """Write a chunk of the answer `index`; of its end, with timings where it is the only answer. more: fields."""
+        chunk = {**self._head, "choices": (choice,), **more}
         if self._has_each_usage:
             prompt, said = len(self._requests[index].prompt_ids), self._counts[index]
             chunk["usage"] = OpenAIUsage(prompt_tokens=prompt, completion_tokens=said, total_tokens=prompt + said)

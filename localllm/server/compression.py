@@ -1,0 +1,70 @@
+"""The field `compress`: the context of a conversation without what says least, as another model of the server finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from localllm.chat.compression import Compression, Judge, compressible
+from localllm.errors import LocalLLMError
+from localllm.registry import BUILT_IN
+from localllm.runtime.served_model import ServedModel
+from localllm.server.bodies import ReplyBody
+from localllm.server.endpoint import ApiCall
+from localllm.server.errors import RequestError
+from localllm.server.generation_request import GenerationRequest
+from localllm.server.replies import collected
+from localllm.text.eviction import Message
+from localllm.text.tokenizer import Tokenizer
+
+
+class CompressionReply(ReplyBody):
+    """What left the prompt, in runs of words. Tokens are of the text that may leave."""
+
+    judge: str
+    ratio: float
+    tokens_before: int
+    tokens_after: int
+    removed: list[str]
+
+
+def refuse_idle_judge(compress: float | None, compress_with: str | None) -> None:
+    """Raises RequestError for a judge without anything to judge."""
+    if compress_with is not None and compress is None:
+        what, why = "'compress_with' cannot be honoured", "it names the judge of 'compress', which is not set"
+        raise RequestError(400, what, why=why, param="compress_with", name="invalid_value")
+
+
+async def compressed(
+    call: ApiCall, model: str | None, messages: Sequence[Message], ratio: float, judge: str | None
+) -> tuple[Sequence[Message], Compression]:
+    """Return the messages with less context, and what left. model: that answers; it need not be loaded yet.
+
+    Raises what refuses either model, or keeps the judge from reading.
+    """
+    server = call.server
+    answering = (await server.named(model, call.tried)).served  # before anything is loaded
+    whole = await server.pool.off_loop(partial(compressible, messages))
+    name = judge or BUILT_IN
+    if not whole.passages:
+        return messages, Compression(name, ratio, 0, 0, ())
+    try:
+        asked = await server.pool.asked(name)
+        await server.make_ready(asked.served)
+    except LocalLLMError as error:
+        error.why = f"it is the judge of 'compress'; {error.why}"
+        raise
+    reader = Judge(asked.name, asked.engine().tokenizer, asked.engine().ctx)
+    readings = await server.pool.off_loop(lambda: list(whole.readings(reader)))
+    read = []
+    for reading in readings:
+        wanted = GenerationRequest(reading.ids, prompt_logprobs=0, reads_only=True, prompt_field="compress")
+        (heard,) = await collected(await server.ask(asked, wanted))
+        read.append((reading, [0.0 if each is None else each.logprob for each in heard.prompt_logprobs]))
+    tokenizer = await server.pool.on_disk(lambda: _tokenizer_of(answering))
+    return await server.pool.off_loop(lambda: whole.compressed(read, ratio, reader, tokenizer))
+
+
+def _tokenizer_of(model: ServedModel) -> Tokenizer:
+    engine = model.engine_if_loaded
+    return Tokenizer.load(model.selection.files.directory) if engine is None else engine.tokenizer
