@@ -24,12 +24,26 @@ LOWEST, HIGHEST = 0.01, 0.99  # of what is kept
 _WINDOW = 2048  # tokens that the judge reads at once: attention to more costs more than it tells
 _OVERLAP = 64  # of them were scored with the window before
 _QUESTION_SHARE = 4  # a quarter of a window may be the question
-_CONTRAST = 10.0  # how a token's gain by the question counts, in nats beside its surprise
-_SHARED_WORD = 1.0  # how a word of the question does that a sentence has, in nats of its rarity
 _LEAST_QUESTION, _MOST_QUESTION = 3, 100  # words
 _PARAGRAPH, _SENTENCE = re.compile(r"\n[ \t]*\n\s*"), re.compile(r"""[.!?][\"')\]]*\s+|[。！？]\s*""")
 _STEM = 5  # letters: "charges" and "charged" are one word
 _LEAST_STEM = 4
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """How much each sign counts that a text matters, all in nats: a token's surprise, how much likelier the question
+    makes it, and the rarity of a word of the question in the sentence that has it.
+
+    Surprise finds what is foreign to a text, and shared words what is its own: benchmarks.compression.
+    """
+
+    surprise: float = 1.0
+    contrast: float = 3.0
+    shared_words: float = 3.0
+
+
+USUAL = Weighing()
 
 
 @dataclass(frozen=True)
@@ -60,13 +74,16 @@ class Passage:
         sharers = Counter(chain.from_iterable(inside))
         return [sum(1 / sharers[token] for token in tokens) for tokens in inside]
 
-    def worths(self, judge: Tokenizer, alone: Sequence[float], asked: Sequence[float]) -> list[float]:
-        """Return how much a token of each word says: its surprise, and what it is likelier for the question.
+    def worths(
+        self, judge: Tokenizer, alone: Sequence[float], asked: Sequence[float], weighing: Weighing
+    ) -> list[float]:
+        """Return how much a token of each word says.
 
         alone, asked: the log-probabilities of the judge's tokens without the question and behind it.
         """
         spans = judge.encode_spans(self.text)[1]
-        each = [_CONTRAST * asked[token] - (1 + _CONTRAST) * alone[token] for token in range(len(spans))]
+        pairs = zip(alone, asked, strict=True)
+        each = [weighing.contrast * (behind - before) - weighing.surprise * before for before, behind in pairs]
         blank = [self.text[begin:end].isspace() for begin, end in spans]
         inside = ([each[token] for token in tokens if not blank[token]] for tokens in tokens_of(self.words, spans))
         return [sum(found) / len(found) if found else 0.0 for found in inside]
@@ -82,7 +99,7 @@ class Passage:
             for each in stems.values()
             for stem in each
         }
-        return {number: _SHARED_WORD * sum(rarity[stem] for stem in each) for number, each in stems.items()}
+        return {number: sum(rarity[stem] for stem in each) for number, each in stems.items()}
 
     def runs(self, places: Collection[int]) -> list[str]:
         """Return the texts of these words, those that stand together as one."""
@@ -142,7 +159,12 @@ class Compressible:
                     begin = end
 
     def compressed(
-        self, read: Iterable[tuple[Reading, Sequence[float]]], ratio: float, judge: Judge, tokenizer: Tokenizer
+        self,
+        read: Iterable[tuple[Reading, Sequence[float]]],
+        ratio: float,
+        judge: Judge,
+        tokenizer: Tokenizer,
+        weighing: Weighing = USUAL,
     ) -> tuple[list[Message], Compression]:
         """Return the messages without what says least, and what that was.
 
@@ -155,11 +177,12 @@ class Compressible:
         bonus: dict[int, float] = {}
         for of, passage in enumerate(self.passages):
             first = judged[-1].sentence + 1 if judged else 0
-            worths = passage.worths(judge.tokenizer, found[of, False], found[of, True])
+            worths = passage.worths(judge.tokenizer, found[of, False], found[of, True], weighing)
             for word, cost, worth in zip(passage.words, passage.costs(tokenizer), worths, strict=True):
                 told = is_telling(passage.text[word.begin : word.end])
                 judged.append(Judged(cost, worth, first + word.sentence, told))
-            bonus |= {first + number: each for number, each in passage.shared_with(self.question).items()}
+            shared = passage.shared_with(self.question)
+            bonus |= {first + number: weighing.shared_words * rarity for number, rarity in shared.items()}
         gone = leaving(judged, ratio, bonus)
         return self._without(gone, ratio, judge.name, judged)
 

@@ -181,8 +181,9 @@ class Judged:
 def leaving(words: Sequence[Judged], ratio: float, bonus: Mapping[int, float]) -> set[int]:
     """Return the places of the words that leave, so that the others cost at most `ratio` of all.
 
-    First sentences leave, those of the least worth a token, as long as more than enough is left; then words of those
-    that stay. bonus: what is added to the worth of a sentence.
+    First sentences leave, those of the least worth a token, as long as enough is left; then words of the least that
+    stays, which costs more than what is still to leave. All others stay whole: of two facts, one is kept to be read.
+    bonus: what is added to the worth of a sentence.
     """
     left = sum(word.cost for word in words)
     most = ratio * left
@@ -197,13 +198,15 @@ def leaving(words: Sequence[Judged], ratio: float, bonus: Mapping[int, float]) -
         return mean + bonus.get(number, 0.0)
 
     gone: set[int] = set()
+    stay: list[int] = []
     for number in sorted(sentences, key=worth):
         cost = sum(words[place].cost for place in sentences[number])
         if left - cost >= most:
             gone.update(sentences[number])
             left -= cost
-    stay = [place for place in range(len(words)) if place not in gone]
-    for place in sorted(stay, key=lambda place: (words[place].is_telling, words[place].worth)):
+        else:
+            stay += sorted(sentences[number], key=lambda place: (words[place].is_telling, words[place].worth))
+    for place in stay:
         if left <= most:
             break
         gone.add(place)

@@ -1,0 +1,73 @@
+"""The field `compress` of /v1/chat/completions, with the built-in model as the judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localllm.hub.names import TINY_DIRECTORY
+from tests.server.support import Json, Running, running
+from tests.test_cli_compress import CODE, QUESTION, TALE
+
+PATH = "/v1/chat/completions"
+ASKED: Json = {
+    "messages": [{"role": "system", "content": TALE}, {"role": "user", "content": f"{TALE}\n{CODE}\n\n{QUESTION}"}],
+    "temperature": 0,
+    "max_tokens": 4,
+}
+
+
+def test_the_prompt_is_shorter_and_the_reply_says_what_left(server: Running) -> None:
+    whole, less = (server.answer(PATH, {**ASKED, **more}) for more in ({}, {"compress": 0.4}))
+    told = less["compression"]
+    assert "compression" not in whole
+    assert (told["judge"], told["ratio"]) == ("tiny", 0.4)
+    assert 0.3 < told["tokens_after"] / told["tokens_before"] <= 0.4
+    assert any("tired of the rain" in run for run in told["removed"])
+    left = whole["usage"]["prompt_tokens"] - less["usage"]["prompt_tokens"]
+    assert left == pytest.approx(told["tokens_before"] - told["tokens_after"], abs=4)
+
+
+def test_the_first_chunk_of_a_stream_says_it_alone(server: Running) -> None:
+    chunks = server.events(PATH, {**ASKED, "compress": 0.4, "stream": True, "n": 2})
+    assert ["compression" in chunk for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+    assert chunks[0]["compression"] == server.answer(PATH, {**ASKED, "compress": 0.4})["compression"]
+
+
+def test_a_prompt_that_is_only_its_question_stays(server: Running) -> None:
+    told = server.answer(PATH, {"messages": [{"role": "user", "content": QUESTION}], "compress": 0.4, "max_tokens": 1})
+    assert (told["compression"]["tokens_before"], told["compression"]["removed"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "status"),
+    [
+        ({"compress": 1.0}, "compress", 400),
+        ({"compress": 0}, "compress", 400),
+        ({"compress_with": "tiny"}, "compress_with", 400),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(server: Running, more: Json, param: str, status: int) -> None:
+    assert server.error(PATH, {**ASKED, **more}, status)["param"] == param
+
+
+def test_a_judge_that_is_not_here_is_named(server: Running) -> None:
+    error = server.error(PATH, {**ASKED, "compress": 0.5, "compress_with": "nobody"}, 404)
+    assert "'nobody' is not served here" in error["message"] and "judge of 'compress'" in error["message"]
+
+
+def test_another_model_judges_and_may_have_been_unloaded(tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    judge.symlink_to(TINY_DIRECTORY)
+    with running(also=(judge,)) as server:
+        asked = {**ASKED, "compress": 0.4, "compress_with": "judge"}
+        first = server.answer(PATH, asked)
+        assert first["compression"]["judge"] == "judge"
+        loaded = {each.name for each in server.pool.loaded}
+        assert loaded == {"tiny", "judge"}
+        for model in server.pool.loaded:
+            assert model.handle is not None
+            model.handle.close()
+            model.handle = None
+        assert server.answer(PATH, asked)["compression"] == first["compression"]
