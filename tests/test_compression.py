@@ -167,6 +167,10 @@ def test_a_question_that_is_known_stays_whole_and_texts_that_are_named(tokenizer
     (passage,) = whole.passages
     text = without(passage.text, passage.words, set(range(len(passage.words))))
     assert text.strip() == f"{code}\n\n{question}" and whole.question == question
+    alone = f"{PROSE}\n\n{question}"
+    assert (
+        compressible(user(alone), alone).question == question and compressible(user(question), question).passages == ()
+    )
 
 
 @pytest.mark.parametrize(

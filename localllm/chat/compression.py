@@ -204,16 +204,16 @@ class Compressible:
 def compressible(messages: Sequence[Message], question: str = "", verbatim: Sequence[str] = ()) -> Compressible:
     """Return what of a conversation may leave: the prose of the user's messages, but for what each of them asks.
 
-    question: the end of the last one, where that is known. verbatim: texts within them that stay as they are.
+    question: the end of the last one, where more is before it. verbatim: texts within them that stay as they are.
     """
     users = [
-        place for place, each in enumerate(messages) if each["role"] == "user" and isinstance(each["content"], str)
+        place for place, each in enumerate(messages) if each["role"] == "user" and isinstance(each.get("content"), str)
     ]
     passages, asked = [], ""
     for place in users:
         text = messages[place]["content"]
         lead, begin = _question(text)
-        if question and place == users[-1] and text.endswith(question):
+        if question and place == users[-1] and text.endswith(question) and text != question:
             lead, begin = 0, len(text) - len(question)
         asked = f"{text[:lead].strip()}\n{text[begin:].strip()}".strip()
         kept = [(text.find(each), text.find(each) + len(each)) for each in verbatim if each in text]

@@ -116,8 +116,8 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     paths = flags["file"] or []
     is_form_piped = _form_of_stdin(flags) is not None
     parts = [] if Path("-") in paths or is_form_piped else [read_stdin(output)]
-    files = {path: _read_file(path, output, is_raw=flags["raw"]) for path in paths}
-    parts += [files[path] for path in paths]
+    files = [(path, _read_file(path, output, is_raw=flags["raw"])) for path in paths]
+    parts += [content for _, content in files]
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
@@ -131,7 +131,7 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
         return Source(raw=prompt)
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
     question = prompt if text else prompt.rstrip("\n")
-    verbatim = {str(path): text.strip("\n") for path, text in files.items() if path.suffix.lower() not in _PROSE}
+    verbatim = {str(path): content.strip("\n") for path, content in files if path.suffix.lower() not in _PROSE}
     return replace(asked(question, argument_text(system, "--system") if system else None), verbatim=verbatim)
 
 
