@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from localllm.chat.cascade import Bar
 from localllm.hub.names import TINY_DIRECTORY
 from tests.server.support import Json, Running, running
 from tests.test_cli_compress import CODE, QUESTION, TALE
@@ -57,17 +58,18 @@ def test_a_judge_that_is_not_here_is_named(server: Running) -> None:
     assert "'nobody' is not served here" in error["message"] and "judge of 'compress'" in error["message"]
 
 
-def test_another_model_judges_and_may_have_been_unloaded(tmp_path: Path) -> None:
+def test_another_model_judges_also_for_a_cascade_and_where_both_were_unloaded(tmp_path: Path) -> None:
     judge = tmp_path / "judge"
     judge.symlink_to(TINY_DIRECTORY)
-    with running(also=(judge,)) as server:
-        asked = {**ASKED, "compress": 0.4, "compress_with": "judge"}
+    with running(also=(judge,), aliases=("cascade",), cascade=Bar(0.001)) as server:
+        asked = {**ASKED, "model": "tiny", "compress": 0.4, "compress_with": "judge"}
         first = server.answer(PATH, asked)
         assert first["compression"]["judge"] == "judge"
         loaded = {each.name for each in server.pool.loaded}
         assert loaded == {"tiny", "judge"}
-        for model in server.pool.loaded:
-            assert model.handle is not None
-            model.handle.close()
-            model.handle = None
-        assert server.answer(PATH, asked)["compression"] == first["compression"]
+        for each in server.pool.loaded:
+            assert each.handle is not None
+            each.handle.close()
+            each.handle = None
+        for model in ("tiny", "cascade"):
+            assert server.answer(PATH, {**asked, "model": model})["compression"] == first["compression"]
