@@ -64,8 +64,8 @@ def test_a_preset_is_a_file_of_what_was_typed(mario: Path) -> None:
 def test_every_setting_comes_back_as_it_was_saved(folder: Path) -> None:
     values = {
         "model": "tiny", "ctx": 64, "ram": 8 * 10**9, "vram": 3 << 30, "device": "cpu", "dtype": "fp32",
-        "weights": "int8", "kv": "bf16", "kv_offload": "keep:512", "attend": "top:3", "speculate": "off",
-            "draft_tokens": 0, "cache_disk": 0,
+        "weights": "int8", "kv": "bf16", "kv_offload": "keep:512", "attend": "top:3",
+            "kv_evict": "sinks:4096", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
         "adapter": ("fox:0.5", "/a b/owl"), "adapter_memory": 5 << 20,
         "threads": 2, "max_tokens": 9,
         "temperature": 1e-05, "top_k": 3, "top_p": 0.1, "min_p": 0.05, "typical_p": 0.5, "repetition_penalty": 1.1,
@@ -234,6 +234,7 @@ def test_an_error_about_a_preset_s_setting_names_its_line(mario: Path) -> None:
 def test_other_commands_work_with_the_preset_s_model(mario: Path) -> None:
     mario.write_text('model = "tiny"\nctx = 128\n')
     assert run_cli("plan", "mario", "--json").json["ctx"] == 128
+    run_cli("rm", "tiny", "--packed", "--yes")  # what other tests have packed
     for line in (("tokenize", "{}", "a fox"), ("rm", "{}", "--packed", "--yes")):
         by_name, by_hand = (run_cli(*(word.format(name) for word in line)) for name in ("mario", "tiny"))
         assert (by_name.code, by_name.out) == (by_hand.code, by_hand.out)
