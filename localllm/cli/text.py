@@ -18,7 +18,7 @@ from localllm.errors import MODEL, Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.selection import is_model
-from localllm.settings import EngineConfig
+from localllm.settings import OUTPUT, PROMPT, EngineConfig
 
 if TYPE_CHECKING:
     from localllm.engine.engine import Engine
@@ -73,9 +73,15 @@ def tokenize_command(context: typer.Context, model: str | None, text: str | None
 
 @takes(
     options.REQUIRED_MODEL,
-    option("-f --file", "A text file in UTF-8; -: stdin.", "FILE", Path, required=True),
+    option("-f --file", "A text file in UTF-8; -: stdin.", "FILE", Path, required=True, group=PROMPT, is_basic=True),
     EngineConfig,
-    option("--json", "One JSON object: schema_version, model, perplexity, nll, tokens, ctx.", name="as_json"),
+    option(
+        "--json",
+        "Print one JSON object.\nIts keys: schema_version, model, perplexity, nll, tokens, ctx.",
+        name="as_json",
+        group=OUTPUT,
+        is_basic=True,
+    ),
 )
 def perplexity_command(context: typer.Context, **flags: Any) -> None:
     """Measure how well a model predicts a text.
