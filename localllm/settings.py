@@ -28,6 +28,8 @@ THINK = ("on", "off", *THOUGHT_LEVELS)
 
 KV_FORMATS = ("auto", "bf16", "int8", "k8v4", "int4")
 
+REUSE = ("prefix", "chunks")
+
 # What drafts tokens: a drafter by its name, or a second model.
 SPECULATE, DRAFT_MODEL = ("auto", "off", "ngram", "skip", "mtp"), "model:"
 MAX_ADAPTER_SCALE = 100.0
@@ -315,6 +317,13 @@ class EngineConfig:
         None, Accepts("bytes or off", usual="8GiB"), _ANSWERING, "SIZE",
         "Disk space for the prefix cache, from which later runs continue without computing a prompt again: 20GiB, or "
         "off. Default: 8GiB, or a tenth of the free space if that is less.",
+        group=MACHINE,
+    )  # fmt: skip
+    reuse: str = setting(
+        "prefix", Accepts("text", choices=REUSE), _ANSWERING, "prefix|chunks",
+        "What of earlier prompts is not computed again. prefix: what a prompt begins with, exactly. chunks: documents "
+        "too that stood elsewhere, approximately: only the borders of each are computed anew. Not for models with "
+        "recurrent layers. Default: prefix.",
         group=MACHINE,
     )  # fmt: skip
     threads: int | None = setting(

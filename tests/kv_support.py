@@ -71,5 +71,5 @@ def check_prefix(prefix: PrefixCache) -> None:
     held = itertools.chain(prefix._in_ram.values(), (entry for entry, _ in prefix._of_page.values()))
     assert all(prefix._entries.get(entry.key.digest) is entry for entry in held), "a page is kept that nobody finds"
     assert all(entry.is_held for entry in prefix._entries.values()), "a page is found that nobody has"
-    assert prefix.ram_used_bytes == sum(prefix._payload_bytes(entry.number) for entry in prefix._in_ram.values())
+    assert prefix.ram_used_bytes == sum(prefix.payload_bytes(entry.number) for entry in prefix._in_ram.values())
     assert all(entry.payload is not None for entry in prefix._in_ram.values())

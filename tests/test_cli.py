@@ -35,7 +35,9 @@ def test_json_is_one_object_with_the_keys_of_the_contract(model: Path) -> None:
         "speculation", "evicted_turns", "evicted_tokens", "cache_miss", "session",
     ]  # fmt: skip
     assert answer["context"] == {"used": sum(answer["usage"].values()) - answer["usage"]["cached_tokens"], "limit": 512}
-    assert list(answer["usage"]) == ["prompt_tokens", "cached_tokens", "completion_tokens"]
+    assert list(answer["usage"]) == [
+        "prompt_tokens", "cached_tokens", "completion_tokens", "evicted_tokens", "reused_tokens",
+    ]  # fmt: skip
     assert list(answer["timings"]) == ["load_s", "ttft_s", "prefill_tok_s", "decode_tok_s", "split"]
     assert list(answer["timings"]["split"]) == ["compute_s", "wait_s", "sample_s", "copy_s", "copied_bytes"]
     assert (answer["schema_version"], answer["finish_reason"]) == (1, "length")

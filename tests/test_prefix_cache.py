@@ -383,7 +383,7 @@ def test_a_page_is_copied_for_the_disk_once(folder, monkeypatch):
     )
     of = engine(reuse=KVReuse(directory=folder))
     assert of.prefix is not None and of.prefix.disk is not None
-    of.prefix.disk._queue_bytes = 4 * of.prefix._payload_bytes(1)
+    of.prefix.disk._queue_bytes = 4 * of.prefix.payload_bytes(1)
     goes_on, write = Event(), DiskTier._write
     monkeypatch.setattr(DiskTier, "_write", lambda *page: goes_on.wait(PATIENCE_S) and write(*page))
     ask(of, tokens(500, seed=1))

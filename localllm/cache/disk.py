@@ -13,7 +13,7 @@ import random
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,6 +55,7 @@ _PAUSE_S = 60.0  # after a disk refused to be written to
 _LIST_AGAIN_BYTES = 256 << 20
 _SPARE_SHARE = 32  # of what is held is made free at once: to list and choose takes 60 ms among 10,000 pages
 _MOST_CHILDREN = 256  # to read the header of one takes 0.03 ms, and thousands of chats may begin differently
+_MOST_UNLISTED = 8192  # pages whose headers are read at once: half a million tokens, 0.25 s
 _SAMPLED_PAGES = 5  # of a chain, to know whether the page cache holds it: each costs 0.03 ms, and 4 KB of the disk's
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of the file
 
@@ -129,11 +130,22 @@ class DiskTier:
         self._listed.wait()
         with self._changed:
             files = self._index.children(self._place(parent))[:_MOST_CHILDREN]
+        return [key for key in self._keys_of(files) if key.parent == parent]
+
+    def unlisted(self, names: Set[str]) -> list[PageKey]:
+        """Return the pages of this root that are not among these names, of many those that were used last."""
+        self._listed.wait()
+        with self._changed:
+            own = [file for file in self._index if file.root == self._name and file.page not in names]
+            files = self._index.last_used(own)[:_MOST_UNLISTED]
+        return self._keys_of(file for file in files if not file.is_snapshot)
+
+    def _keys_of(self, files: Iterable[PageFile]) -> list[PageKey]:
         keys = []
         for file in files:
             with suppress(OSError, BadPageError):  # whoever reads the page will find out
                 keys.append(read_key(self._directory / file.path, self._root))
-        return [key for key in keys if key.parent == parent]
+        return keys
 
     def read(self, keys: Sequence[PageKey], into: Sequence[memoryview]) -> int:
         """Read a chain's pages side by side; return how many of the first ones are whole and verified.

@@ -37,8 +37,11 @@ class PageIndex:
 
     def children(self, parent: Place) -> list[PageFile]:
         """Return the pages behind `parent`, those that were used last first."""
-        places = sorted(self._children.get(parent, ()), key=self._turns.__getitem__, reverse=True)
-        return [self._files[place] for place in places]
+        return self.last_used(self._files[place] for place in self._children.get(parent, ()))
+
+    def last_used(self, files: Iterable[PageFile]) -> list[PageFile]:
+        """Return these pages, those that were used last first."""
+        return sorted(files, key=lambda file: self._turns[file.place], reverse=True)
 
     def add(self, file: PageFile) -> None:
         """Add a page as the last used one, in the place of what was there under its name."""

@@ -8,13 +8,13 @@ full but that it may be sealed: hashed, shared, never written again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from localllm.cache.kv_eviction import Eviction
+from localllm.cache.kv_eviction import FORWARD_TOKENS, Eviction
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.layer_group import LayerGroup
 from localllm.cache.layer_group import Spill as Spill
@@ -187,6 +187,7 @@ class PagedKV:
         self.adapters: Sequence[AppliedAdapter] = ()  # that its tokens are computed with
         self.tables: list[list[Page | None]] = [[None] * pages_of(capacity) for _ in pages.groups]
         self.num_sealed = 0  # pages from the first on
+        self.moved: set[int] = set()  # pages that are not computed: what they hold was taken from another place
         self.exact_tokens = capacity  # what is behind these saw less than all before it: no other prompt takes it
         self.attend_from: int | None = None  # tokens from there on choose the pages that they attend to
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
@@ -225,6 +226,7 @@ class PagedKV:
         other = PagedKV(self.pages, capacity, full)
         other.adapters, other.exact_tokens, other.attend_from = self.adapters, self.exact_tokens, self.attend_from
         other._left = set(self._left)
+        other.moved = set(self.moved)
         other.extents = {index: self.pages.files[index].share(own) for index, own in self.extents.items()}
         if self.masses is not None and other.masses is not None:
             self.masses.settle(self.length)
@@ -416,6 +418,8 @@ class PagedKV:
             for number in [number for number in opened if number < first]:
                 self.give_back(opened.pop(number))
             for number in range(first, last + 1):
+                if number in self.moved:
+                    continue
                 if table[number] is None:
                     pool = group.dense if number == 0 else group.sealed
                     self._set(index, number, self._take(pool))
@@ -472,7 +476,8 @@ class PagedKV:
         assert 0 <= length <= self.length
         number = length // PAGE_TOKENS
         is_coded = self.pages.groups[0].coded is not None
-        if is_coded and number and length % PAGE_TOKENS and number not in self._open[0]:
+        is_lost = number in self.moved or (is_coded and number and number not in self._open[0])
+        if length % PAGE_TOKENS and is_lost:
             length = number * PAGE_TOKENS
         if (num_left := self._drop_extents(number)) < number:
             number, length = num_left, num_left * PAGE_TOKENS
@@ -499,6 +504,7 @@ class PagedKV:
                 self.give_back(page)
                 self._set(index, number, own)
         self.num_sealed = min(self.num_sealed, number)
+        self.moved = {moved for moved in self.moved if moved < number}
         self.length = length
         self._trim_bounds()
         if self.masses is not None:
@@ -517,6 +523,43 @@ class PagedKV:
         """The tokens whose keys and values have left, in layers without a window of their own."""
         tables = [t for t, group in zip(self.tables, self.pages.groups, strict=True) if group.eviction is not None]
         return PAGE_TOKENS * max((table[: self.length // PAGE_TOKENS].count(None) for table in tables), default=0)
+
+    # What is not computed
+
+    def computed_runs(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return the tokens [begin, end) without those of moved pages, which need not be computed: as runs."""
+        moved = [number for number in sorted(self.moved) if begin <= number * PAGE_TOKENS < end]
+        begins = [begin, *((number + 1) * PAGE_TOKENS for number in moved)]
+        ends = [*(number * PAGE_TOKENS for number in moved), end]
+        return [(first, last) for first, last in zip(begins, ends, strict=True) if first < last]
+
+    def reach(self, num_tokens: int, moved: Collection[int]) -> int:
+        """Return how many tokens a forward takes in that computes so many: those of moved pages are free. It ends with
+        one that is computed. moved: as the sequence will have it."""
+        end = self.length
+        if not moved:
+            return num_tokens
+        is_bound = any(group.window is not None or group.spill is not None for group in self.pages.groups)
+        most = end + (FORWARD_TOKENS if is_bound else self.capacity)  # of such pages no more than that is reserved
+        while num_tokens > 0 and end < most:
+            while end // PAGE_TOKENS in moved and not end % PAGE_TOKENS:
+                end += PAGE_TOKENS
+            count = min(num_tokens, PAGE_TOKENS - end % PAGE_TOKENS)
+            num_tokens, end = num_tokens - count, end + count
+        return end - self.length
+
+    def make_room(self, end: int) -> None:
+        """Bring pages to the disk that memory has no room for beside those before token `end`. Raises LocalLLMError
+        where the disk takes none."""
+        self._spill(pages_of(end))
+
+    def move_in(self, number: int, parts: Mapping[int, Page]) -> None:
+        """Have a page behind `length`, in each group, that holds already what the prompt has there."""
+        assert number * PAGE_TOKENS >= self.length and len(parts) == len(self.pages.groups)
+        for index, page in parts.items():
+            assert self.tables[index][number] is None
+            self._set(index, number, page)
+        self.moved.add(number)
 
     # Sealed pages
 

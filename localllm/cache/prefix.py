@@ -14,8 +14,8 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from localllm.cache.disk import DiskTier
 from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_file import READERS, PageKey
-from localllm.cache.page_folder import snapshot_digest
+from localllm.cache.page_folder import name_of, snapshot_digest
 from localllm.cache.paged_kv import KVPages, PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.cache.snapshots import SnapshotCache
@@ -36,9 +36,22 @@ from localllm.offload.streaming.host_buffer import host_buffer
 _READ_BYTES, _LANDING_BYTES = 256 << 20, 16 << 20
 
 
-def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def page_digest(parent: bytes, token_ids: Sequence[int], *, is_moved: bool = False) -> bytes:
+    """is_moved: of a page whose keys and values were not computed there, but taken from another place. No other page
+    has its digest, nor has any behind it: who wants all as computed never comes upon one."""
     tokens = b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
-    return hashlib.blake2b(parent + tokens, digest_size=32, person=b"localllm-page").digest()
+    person = b"localllm-moved" if is_moved else b"localllm-page"
+    return hashlib.blake2b(parent + tokens, digest_size=32, person=person).digest()
+
+
+def moved_key(key: PageKey) -> PageKey:
+    """Return the key that a page has if it was taken from another place."""
+    return replace(key, digest=page_digest(key.parent, key.token_ids, is_moved=True))
+
+
+def is_moved(key: PageKey) -> bool:
+    """Return whether a page that is not a chain's first was taken from another place."""
+    return key == moved_key(key)
 
 
 @dataclass(eq=False)
@@ -137,9 +150,16 @@ class PrefixCache:
         """Known in the pools or in RAM."""
         return len(self._entries)
 
-    def keys(self, token_ids: Sequence[int], variant: bytes = b"", known: Sequence[PageKey] = ()) -> list[PageKey]:
+    def keys(
+        self,
+        token_ids: Sequence[int],
+        variant: bytes = b"",
+        known: Sequence[PageKey] = (),
+        moves: Callable[[int, PageKey], bool] = lambda _number, _key: False,
+    ) -> list[PageKey]:
         """Return the key of every whole page of these tokens. variant: of how their positions are rotated. known:
-        keys of a chain in the same variant, reused as far as the tokens are the same."""
+        keys of a chain in the same variant, reused as far as the tokens are the same. moves: whether a page, of which
+        it is told the key that it would have, was taken from another place."""
         keys: list[PageKey] = []
         parent = self.root
         for begin in range(0, len(token_ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
@@ -148,7 +168,8 @@ class PrefixCache:
             if number < len(known) and known[number].parent == parent and known[number].token_ids == own:
                 keys.append(known[number])
             else:
-                keys.append(PageKey(page_digest(parent + (b"" if keys else variant), own), parent, own))
+                key = PageKey(page_digest(parent + (b"" if keys else variant), own), parent, own)
+                keys.append(moved_key(key) if keys and moves(number, key) else key)
             parent = keys[-1].digest
         return keys
 
@@ -156,7 +177,9 @@ class PrefixCache:
         """Return `keys`; those that this sequence had before are not hashed again, which takes 2 ms for 8,000
         tokens."""
         of, known = self._chains.get(kv, (variant, []))
-        keys = self.keys(token_ids, variant, known if of == variant else ())
+        known = known if of == variant else []
+        known = known[: kv.num_sealed] if kv.moved else known  # of those behind, some were moved since
+        keys = self.keys(token_ids, variant, known, lambda number, _: number in kv.moved)
         self._chains[kv] = variant, keys
         return keys
 
@@ -166,20 +189,40 @@ class PrefixCache:
         token_ids: Sequence[int],
         variant: bytes = b"",
         cancelled: Callable[[], bool] = lambda: False,
+        *,
+        takes_moved: bool = False,
     ) -> list[PageKey]:
         """Give a new sequence the pages that it need not compute; at least its last token is left. Returns the keys of
         all its whole pages.
 
-        cancelled: asked while pages are read from the disk; what is there by then will do. Raises what torch does where
-        there is no memory; the sequence has what it was given by then, and no page is lost.
+        cancelled: asked while pages are read from the disk; what is there by then will do. takes_moved: pages behind
+        others that were taken from another place will do as well. Raises what torch does where there is no memory; the
+        sequence has what it was given by then, and no page is lost.
         """
-        keys = self._chain(kv, token_ids, variant)
+        if takes_moved:
+            keys = self.keys(
+                token_ids, variant, moves=lambda _, key: not self.knows(key) and self.knows(moved_key(key))
+            )
+            self._chains[kv] = variant, keys
+        else:
+            keys = self._chain(kv, token_ids, variant)
         known = self._known(keys[: (len(token_ids) - 1) // PAGE_TOKENS])
         self._touch(known)  # first: to make room for one of them must not take another
         while not self._begin(kv, known, cancelled):
             kv.trim(0)
             known = self._known(known[:-1])  # what the disk did not give is known no longer
+        if takes_moved:
+            kv.moved |= {number for number in range(kv.num_sealed) if is_moved(keys[number])}
         return keys
+
+    def knows(self, key: PageKey) -> bool:
+        return self.in_memory(key) is not None or self._is_on_disk(key)
+
+    def unlisted(self, digests: Collection[bytes]) -> Iterator[PageKey]:
+        """Yield the known pages that are not among these; of those on the disk, many that were used last."""
+        yield from (entry.key for digest, entry in self._entries.items() if digest not in digests)
+        if self.disk is not None:
+            yield from self.disk.unlisted({name_of(digest) for known in (digests, self._entries) for digest in known})
 
     def _begin(self, kv: PagedKV, keys: Sequence[PageKey], cancelled: Callable[[], bool]) -> bool:
         """Let the sequence begin with these pages, and the states behind them; return whether all could be had."""
@@ -197,11 +240,11 @@ class PrefixCache:
     def _known(self, keys: Sequence[PageKey]) -> list[PageKey]:
         """Return the longest beginning of a chain of which every part is somewhere that a token behind it sees. Parts
         that have left by then may be missing."""
-        known = list(itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys))
+        known = list(itertools.takewhile(self.knows, keys))
         # Of each group, the pages without a part there: the first of all, and the last one of so many.
         gaps = [[-1] for _ in self._pages.groups]
         for number, key in enumerate(known):
-            entry = None if self._is_on_disk(key) else self._in_memory(key)
+            entry = None if self._is_on_disk(key) else self.in_memory(key)
             for index, last in enumerate(gaps):
                 is_there = entry is None or entry.payload is not None or entry.parts[index] is not None
                 last.append(last[-1] if is_there else number)
@@ -216,7 +259,7 @@ class PrefixCache:
             and (self.snapshots is None or not count or self.snapshots.has(known[count - 1]))
         )
 
-    def _in_memory(self, key: PageKey) -> Entry | None:
+    def in_memory(self, key: PageKey) -> Entry | None:
         entry = self._entries.get(key.digest)
         return entry if entry is not None and entry.key == key else None
 
@@ -235,7 +278,7 @@ class PrefixCache:
         try:
             # All that memory has is held first: to make room for the others would take it away.
             for number, key in enumerate(keys):
-                entry = self._in_memory(key)
+                entry = self.in_memory(key)
                 payload = None if entry is None else entry.payload
                 wanted = [index for index, gone in enumerate(unseen) if number not in gone]
                 pages.append(_WantedPage(key, entry, wanted, {}, payload))
@@ -250,7 +293,7 @@ class PrefixCache:
                 # More at once where each goes straight to its place.
                 is_in_place = len(self._pages.groups) == 1 and self._pages.is_on_host
                 num_bytes = _READ_BYTES if is_in_place else _LANDING_BYTES
-                run = run[: kv.room_for(max(READERS, num_bytes // self._payload_bytes(1)))]
+                run = run[: kv.room_for(max(READERS, num_bytes // self.payload_bytes(1)))]
                 if self._read(kv, run) < len(run):
                     return False
             return True
@@ -284,7 +327,7 @@ class PrefixCache:
             for index in page.wanted:
                 page.held[index] = kv.take_for(index, first + n)
         buffers = [
-            _own_run(page.held) if self._lands_in_place(page.held) else host_buffer(self._payload_bytes(first + n))
+            _own_run(page.held) if self._lands_in_place(page.held) else host_buffer(self.payload_bytes(first + n))
             for n, page in enumerate(pages)
         ]
         started = time.perf_counter()
@@ -315,7 +358,7 @@ class PrefixCache:
         """Return where these tokens leave what is known, of whose pages the first `num_tokens` were found; None
         where nothing more is known of such a beginning."""
         number, snapshot = num_tokens // PAGE_TOKENS, None
-        known_pages = len([*itertools.takewhile(lambda key: self._in_memory(key) or self._is_on_disk(key), keys)])
+        known_pages = len([*itertools.takewhile(self.knows, keys)])
         if self.snapshots is not None and known_pages > number and len(token_ids) - 1 >= (number + 1) * PAGE_TOKENS:
             number, snapshot = known_pages, num_tokens
         begin = number * PAGE_TOKENS
@@ -324,8 +367,8 @@ class PrefixCache:
         known = [entry.key.token_ids for entry in self._entries.values() if entry.key.parent == parent]
         if self.disk is not None:
             known += [key.token_ids for key in self.disk.children(parent) if key.digest != snapshot_digest(parent)]
-        nearest = max(known, key=lambda ids: _common(ids, here), default=())
-        common = _common(nearest, here)
+        nearest = max(known, key=lambda ids: common_tokens(ids, here), default=())
+        common = common_tokens(nearest, here)
         if not nearest or common == len(here):
             return None if snapshot is None else CacheMiss(begin, snapshot=snapshot)
         at = begin + common
@@ -339,7 +382,7 @@ class PrefixCache:
             return
         keys = self._chain(kv, token_ids[: kv.num_sealable * PAGE_TOKENS], variant)
         for number, parts in kv.seal():
-            entry = self._in_memory(keys[number])
+            entry = self.in_memory(keys[number])
             if entry is None:
                 entry = self._entries[keys[number].digest] = Entry(keys[number], number, [None] * len(parts))
             for index, page in enumerate(parts):
@@ -353,20 +396,20 @@ class PrefixCache:
         if self.disk is None:
             return
         for key in keys:
-            entry = self._in_memory(key)
+            entry = self.in_memory(key)
             if entry is None or entry.is_put:
                 continue
             if entry.payload is None and any(part is None for part in entry.parts):
                 return
             entry.is_put = self._is_put(entry)
             if not entry.is_put:  # the disk takes nothing now, or has let go of what was before
-                for each in filter(None, map(self._in_memory, keys)):
+                for each in filter(None, map(self.in_memory, keys)):
                     each.is_put = self.disk.holds(each.key.digest)
                 return
 
     def _is_put(self, entry: Entry) -> bool:
         assert self.disk is not None
-        if not self.disk.wants(entry.key, self._payload_bytes(entry.number)):
+        if not self.disk.wants(entry.key, self.payload_bytes(entry.number)):
             return self.disk.holds(entry.key.digest)
         try:
             payload = self._payload(entry) if entry.payload is None else entry.payload
@@ -417,7 +460,7 @@ class PrefixCache:
                 self.snapshots.forget(entry.key)
 
     def _spill(self, entry: Entry) -> None:
-        num_bytes = self._payload_bytes(entry.number)
+        num_bytes = self.payload_bytes(entry.number)
         while self._in_ram and self._ram_used + num_bytes > self.ram_bytes:
             self._drop_oldest()
         if self._ram_used + num_bytes > self.ram_bytes:
@@ -432,7 +475,7 @@ class PrefixCache:
 
     def _drop_oldest(self) -> None:
         _, oldest = self._in_ram.popitem(last=False)
-        self._ram_used -= self._payload_bytes(oldest.number)
+        self._ram_used -= self.payload_bytes(oldest.number)
         oldest.payload = None
         self._forget_if_gone(oldest)
 
@@ -446,19 +489,28 @@ class PrefixCache:
         if self.snapshots is not None:
             self.snapshots.touch(keys[-1:])
 
+    def keep_last(self, keys: Sequence[PageKey]) -> None:
+        """Let these pages leave the pools and RAM behind all others."""
+        for entry in filter(None, map(self.in_memory, reversed(keys))):
+            for part in entry.parts:
+                if part is not None and part in part.pool.idle:
+                    part.pool.idle.move_to_end(part)
+            if entry.payload is not None:
+                self._in_ram.move_to_end(entry.key.digest)
+
     # Bytes
 
     def _pools(self, number: int) -> list[PagePool]:
         return [group.dense if number == 0 else group.sealed for group in self._pages.groups]
 
-    def _payload_bytes(self, number: int) -> int:
+    def payload_bytes(self, number: int) -> int:
         """Return the bytes of all parts, one after the other, in whole blocks of the disk, of which it has one where a
         page has no content."""
         return max(-(-sum(pool.page_bytes for pool in self._pools(number)) // PAGE_BYTES), 1) * PAGE_BYTES
 
     def _payload(self, entry: Entry) -> Tensor:
         """Return a copy of all parts, one after the other. Raises MemoryError."""
-        payload, at = host_buffer(self._payload_bytes(entry.number)), 0
+        payload, at = host_buffer(self.payload_bytes(entry.number)), 0
         for part in entry.parts:
             assert part is not None
             at += part.write_to(payload[at:])
@@ -481,7 +533,7 @@ def _own_run(parts: Mapping[int, Page]) -> Tensor:
     return page.run
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many of the first tokens are the same."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -145,7 +145,8 @@ def statistics(answer: Answer) -> str:
     finished = answer.finished
     assert finished is not None
     usage, timings = finished.usage, finished.timings
-    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    moved = f", {usage.reused_tokens} of them elsewhere" if usage.reused_tokens else ""
+    cached = f" ({usage.cached_tokens} cached{moved})" if usage.cached_tokens else ""
     parts = [
         f"prompt {usage.prompt_tokens} tokens{cached}{_rate(timings.prefill_tok_s)}",
         f"answer {usage.completion_tokens} tokens{_rate(timings.decode_tok_s)}",

@@ -30,7 +30,7 @@ from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
-from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
+from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse, wanted_reuse
 from localllm.engine.request import Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, ModelRunner
@@ -142,8 +142,8 @@ class Engine(StepLoop):
         """
         started, watcher, speculate = time.perf_counter(), watcher or Watcher(), Speculate.of(config)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
-        contents = hub.contents(files.directory)
-        model_config, tokenizer = load_config(files.directory), Tokenizer.load(files.directory)
+        contents, model_config = hub.contents(files.directory), load_config(files.directory)
+        tokenizer, reuse = Tokenizer.load(files.directory), wanted_reuse(reuse, config, model_config)
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
         second = DraftModel.of(speculate.draft_model, tokenizer, planner)
         draft = second or HeadModel.of(model_config, files, speculate, planner)
@@ -271,6 +271,7 @@ class Engine(StepLoop):
         is compiled, which takes up to a second."""
         require_fit(request, self.ctx, self.config, self.fixes_for)
         self.adapters.check(request.adapters)
+        self.kv_allocator.require_movable(request)
         if request.beams > 1:
             from localllm.engine.beam_search import require_room
 

@@ -31,6 +31,7 @@ class Usage:
     cached_tokens: int = 0
     completion_tokens: int = 0
     evicted_tokens: int = 0  # whose keys and values left before the end
+    reused_tokens: int = 0  # of the cached ones, those that stood at another position
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,25 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+from localllm.cache.moved_pages import PageMover
 from localllm.cache.paged_kv import PagedKV
 from localllm.engine.adapters import AdapterCache, adapter_bytes, variant
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
-from localllm.engine.prefix_config import Computed, KVReuse, kept_bytes, prefix_cache, snapshot_bytes
+from localllm.engine.prefix_config import (
+    Computed,
+    KVReuse,
+    kept_bytes,
+    page_mover,
+    prefix_cache,
+    require_movable,
+    snapshot_bytes,
+)
 from localllm.engine.request import Request
 from localllm.engine.residency import Residency
 from localllm.engine.sequence import Sequence
 from localllm.engine.step_types import Limits
-from localllm.errors import LocalLLMError
+from localllm.errors import Fix, LocalLLMError, UsageError
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.offload.planner.plan import Plan
 
@@ -68,6 +77,7 @@ class KVAllocator:
         warnings = iter([reuse.warn])  # the first sentence is passed on, and no other
         self._reuse = replace(reuse, warn=lambda text: next(warnings, ignore)(text))
         self.prefix = prefix_cache(self._reuse, computed, residency, plan)
+        self._mover: PageMover | None = None  # once a request wants it
 
     def allocate(self, sequence: Sequence, is_cancelled: Callable[[], bool]) -> None:
         """Give a sequence its pages, with what is cached of its prompt.
@@ -89,8 +99,12 @@ class KVAllocator:
             # What is wanted of every token, its state or the logits behind it, is not in keys and values.
             needs_all = sequence.request.pooling == "mean" or sequence.reads_logits
             if self.prefix is not None and not needs_all:
-                keys = self.prefix.attach(kv, sequence.token_ids, self._variant(sequence, kv), is_cancelled)
+                variant, takes_moved = self._variant(sequence, kv), self.takes_moved(sequence.request)
+                keys = self.prefix.attach(kv, sequence.token_ids, variant, is_cancelled, takes_moved=takes_moved)
                 sequence.num_cached_tokens = kv.length
+                if takes_moved:
+                    self._mover = self._mover or page_mover(self.prefix, self._residency)
+                    sequence.planned = self._mover.plan(sequence.token_ids, kv.length, variant)
                 if sequence.request.explains_miss:
                     sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)
             self._watch(sequence, kv)
@@ -99,6 +113,42 @@ class KVAllocator:
             self.adapters.give_back(adapters)
             raise
         sequence.kv = kv
+
+    def takes_moved(self, request: Request) -> bool:
+        """Return whether pages of a prompt may be filled from other positions: not where all of it is asked for."""
+        wants = self._reuse.moves if request.reuse is None else request.reuse == "chunks"
+        return wants and self.prefix is not None and request.pooling is None and request.prompt_logprobs is None
+
+    def require_movable(self, request: Request) -> None:
+        """Raise UsageError where a request wants what this model's pages do not allow."""
+        if request.reuse == "chunks":
+            evicts = any(group.eviction is not None for group in self._residency.kv_pages.groups)
+            fix = Fix.advice('leave "reuse" out of the request')
+            require_movable(self._residency.config, fix, evicts=evicts)
+            if self.prefix is None:
+                raise UsageError("documents cannot be reused", why="this engine keeps nothing of earlier prompts")
+
+    def move_in(self, sequence: Sequence, num_tokens: int, is_cancelled: Callable[[], bool]) -> int:
+        """Fill what can be filled of the pages in front of the next tokens to be computed; return how many tokens a
+        forward takes in that computes so many of them."""
+        kv = sequence.kv
+        assert kv is not None
+        end = kv.length + kv.reach(num_tokens, kv.moved | sequence.planned.keys())
+        due = {number: span for number, span in sequence.planned.items() if number * PAGE_TOKENS < end}
+        if due:
+            assert self._mover is not None
+            for number in due:
+                del sequence.planned[number]
+            try:
+                kv.make_room(end)
+                self._mover.move(kv, due, is_cancelled)
+            except (MemoryError, RuntimeError, LocalLLMError) as error:  # what is not filled is computed
+                if not isinstance(error, LocalLLMError) and not is_out_of_memory(error):
+                    raise
+            count = PAGE_TOKENS * len(due.keys() & kv.moved)
+            sequence.num_cached_tokens += count
+            sequence.num_moved_tokens += count
+        return kv.reach(num_tokens, kv.moved)
 
     def branch(self, leader: Sequence, follower: Sequence) -> None:
         """Give a sequence a branch of what another one has computed. Raises what torch does where there is no

@@ -107,6 +107,7 @@ class AdapterRef:
 
 
 Pooling = Literal["mean", "last"]
+Reuse = Literal["prefix", "chunks"]
 EarlyStopping = bool | Literal["never"]
 
 
@@ -142,6 +143,7 @@ class Request:
     # True ends with the first `beams` whole answers, False where none that is begun is likely to become better than
     # those, "never" where none can: as in transformers' `generate(num_beams=...)`.
     early_stopping: EarlyStopping = False
+    reuse: Reuse | None = None  # what of earlier prompts is not computed again; None: as the engine has it
 
     def __post_init__(self) -> None:
         if not (isinstance(self.beams, int) and 1 <= self.beams <= MAX_BEAMS):
@@ -165,6 +167,11 @@ class Request:
         if self.pooling is not None and self.prompt_logprobs is not None:
             why = "an embedding is nothing but its vector"
             raise UsageError("prompt_logprobs and pooling cannot go together", why=why)
+        if self.reuse == "chunks" and (self.prompt_logprobs is not None or self.pooling is not None):
+            asked = "an embedding" if self.pooling is not None else "prompt_logprobs"
+            raise UsageError(
+                f"{asked} and reuse chunks cannot go together", why="every token of the prompt is computed"
+            )
         if self.pooling is not None and self.beams > 1:
             raise UsageError("beams and pooling cannot go together", why="an embedding has no answer to search")
 

@@ -192,7 +192,7 @@ class ModelRunner:
         if cancelled():
             raise StepCancelledError
         require_spare_memory()
-        num_tokens = sum(chunk.num_tokens - chunk.num_drafted for chunk in chunks)
+        num_tokens = sum(chunk.num_rows - chunk.num_drafted for chunk in chunks)
         for chunk in chunks:
             chunk.kv.prepare(chunk.end)
         batches = self._batches(chunks)
@@ -312,10 +312,12 @@ class ModelRunner:
             by_operators = self._needs_operators(chunk.kv)
             together = MAX_ROWS if by_operators else few
             num_tokens = together if chunk.num_drafted else self.batch_rows
-            for begin in range(chunk.begin, chunk.end, num_tokens):
-                part = _Part(chunk, begin, min(begin + num_tokens, chunk.end))
+            begins = [(begin, end) for first, end in chunk.runs for begin in range(first, end, num_tokens)]
+            for part in (_Part(chunk, begin, min(begin + num_tokens, end)) for begin, end in begins):
                 is_alike = bool(groups) and self._needs_operators(groups[-1][0].chunk.kv) == by_operators
-                if is_alike and sum(map(len, groups[-1])) + len(part) <= together:
+                # What is around moved pages has no bits to keep.
+                most = self.batch_rows if groups and groups[-1][0].chunk is chunk else together
+                if is_alike and sum(map(len, groups[-1])) + len(part) <= most:
                     groups[-1].append(part)
                 else:
                     groups.append([part])

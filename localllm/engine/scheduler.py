@@ -117,21 +117,32 @@ class Scheduler:
         for sequence in self.running:
             (decoding if _pending(sequence) <= 1 else prefilling).append(sequence)
         prefilling.sort(key=lambda sequence: min(sequence.due, awaited.get(sequence.request_id, sequence.due)))
-        decodes = [(sequence, _chunk(sequence, 1)) for sequence in decoding]
+        decodes = [(sequence, self._chunk(sequence, 1)) for sequence in decoding]
         if self.limits.shares_steps:
             self.num_chunks += bool(prefilling)
             num_tokens = self.limits.chunk_tokens  # of all of them together
             for sequence in prefilling:
                 if num_tokens > 0:
-                    decodes.append((sequence, _chunk(sequence, num_tokens)))
-                    num_tokens -= decodes[-1][1].num_tokens
+                    decodes.append((sequence, self._chunk(sequence, num_tokens)))
+                    num_tokens -= decodes[-1][1].num_rows
             return decodes
         if decodes and (self._decodes_next or not prefilling):
             self._decodes_next = False
             return decodes
         self._decodes_next = True
         self.num_chunks += 1
-        return [(sequence, _chunk(sequence, self.limits.chunk_tokens)) for sequence in prefilling[:1]]
+        return [(sequence, self._chunk(sequence, self.limits.chunk_tokens)) for sequence in prefilling[:1]]
+
+    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        """Return what a step computes of a sequence, so many tokens at most. What comes for nothing in front of them is
+        filled now."""
+        assert sequence.kv is not None
+        pending = _pending(sequence)
+        if sequence.planned or (sequence.kv.moved and pending > 1):
+            is_cancelled = self.is_cancelled({sequence.request_id})
+            num_tokens = min(pending, self.allocator.move_in(sequence, num_tokens, is_cancelled))
+        num_tokens = min(pending, num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
+        return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
 
     def follow(self, leader: Sequence) -> list[Sequence]:
         """Admit those who wait for this prompt, which has just been computed to its end, as many as there is room for:
@@ -201,7 +212,7 @@ class Scheduler:
     def _leads(self, leader: Sequence, waiting: Sequence) -> bool:
         if leader.pool is not None or leader.kv is None or leader.kv.length >= leader.num_prompt_tokens:
             return False
-        if not _has_same_adapters(leader, waiting):
+        if not _is_computed_alike(leader, waiting):
             return False
         if _has_same_prompt(leader, waiting):
             return True
@@ -232,17 +243,12 @@ class Scheduler:
 def _has_same_prompt(one: Sequence, other: Sequence) -> bool:
     ids, others = one.request.prompt_ids, other.request.prompt_ids
     is_plain = one.pool is other.pool is None and not one.reads_logits
-    return len(ids) == len(others) and ids == others and is_plain and _has_same_adapters(one, other)
+    return len(ids) == len(others) and ids == others and is_plain and _is_computed_alike(one, other)
 
 
-def _has_same_adapters(one: Sequence, other: Sequence) -> bool:
-    return one.adapters == other.adapters and one.request.adapters == other.request.adapters
-
-
-def _chunk(sequence: Sequence, num_tokens: int) -> Chunk:
-    assert sequence.kv is not None
-    num_tokens = min(_pending(sequence), num_tokens, LOGIT_ROWS if sequence.reads_logits else num_tokens)
-    return Chunk(sequence.token_ids, sequence.kv, num_tokens, all_logits=sequence.reads_logits)
+def _is_computed_alike(one: Sequence, other: Sequence) -> bool:
+    has_same_adapters = one.adapters == other.adapters and one.request.adapters == other.request.adapters
+    return has_same_adapters and one.request.reuse == other.request.reuse
 
 
 def _pending(sequence: Sequence) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.paged_kv import PagedKV
+from localllm.cache.spans import Span
 from localllm.engine.events import (
     FinishedEvent,
     FinishReason,
@@ -147,7 +148,9 @@ class Sequence:
         self.owns_kv = True
         self.adapters: tuple[tuple[str, str], ...] = ()  # their versions, as `AdapterCache.check` has them
         self.num_cached_tokens = 0  # of the prompt, that were not computed
+        self.num_moved_tokens = 0  # of these, those that were taken from another position
         self.num_evicted_tokens = 0  # whose keys and values had left when its pages were given back
+        self.planned: dict[int, Span] = {}  # pages that are to be, by their number
         self.num_scored = 0  # tokens of the prompt whose logprobs were told
         self.miss: CacheMiss | None = None
         self.clock = Clock()
@@ -228,7 +231,13 @@ class Sequence:
         return FinishedEvent(
             self.request_id,
             self.finish_reason,
-            Usage(self.num_prompt_tokens, self.num_cached_tokens, self.num_completion_tokens, self.num_evicted_tokens),
+            Usage(
+                self.num_prompt_tokens,
+                self.num_cached_tokens,
+                self.num_completion_tokens,
+                self.num_evicted_tokens,
+                self.num_moved_tokens,
+            ),
             self.clock.timings(load_s, self.num_prompt_tokens - self.num_cached_tokens, self.num_completion_tokens),
             text=text,
             error=error,

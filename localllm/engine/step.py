@@ -99,7 +99,7 @@ class StepLoop:
         require_no_fault(self.residency.device, error, self._model_name)
 
     def _gives_way(self, error: Exception, scheduled: Scheduled) -> bool:
-        num_rows = sum(chunk.num_tokens for _, chunk in scheduled)
+        num_rows = sum(chunk.num_rows for _, chunk in scheduled)
         return (
             self.residency.give_up_graphs(error)
             or (num_rows > 0 and self.speculation.gives_way(error))

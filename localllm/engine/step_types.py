@@ -61,6 +61,15 @@ class Chunk:
         return self.begin + self.num_tokens
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The tokens that are computed: the others are in pages that were filled already."""
+        return self.kv.computed_runs(self.begin, self.end)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(end - begin for begin, end in self.runs)
+
+    @property
     def num_logits(self) -> int:
         return self.num_tokens if self.all_logits else 1 + self.num_drafted
 

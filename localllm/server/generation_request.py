@@ -20,7 +20,7 @@ from localllm.chat.thoughts import (
     has_levels,
     has_thought,
 )
-from localllm.engine.request import AdapterRef, Pooling, Request, SamplingParams, require_ids
+from localllm.engine.request import AdapterRef, Pooling, Request, Reuse, SamplingParams, require_ids
 from localllm.errors import ContextOverflowError, GrammarError, UsageError
 from localllm.server.errors import RequestError, too_long
 from localllm.server.fields import NO_BEST_OF, BestOf
@@ -56,7 +56,7 @@ class GenerationRequest:
     said: the beginning of the answer
     grammar: of the answer
     tools: that the answer may call
-    prompt_logprobs, reads_only, is_scored, adapters: as `Request` has them
+    prompt_logprobs, reads_only, is_scored, adapters, reuse: as `Request` has them
     prompt_field, effort_field, grammar_field: their names in the dialect, for errors
     """
 
@@ -77,6 +77,7 @@ class GenerationRequest:
     reads_only: bool = False
     is_scored: bool = False
     adapters: tuple[AdapterRef, ...] = ()
+    reuse: Reuse | None = None
     prompt_field: str = "messages"
     effort_field: str = "reasoning_effort"
     grammar_field: str = "response_format"
@@ -173,6 +174,7 @@ def _engine_request(request: GenerationRequest, ids: tuple[int, ...], ctx: int, 
         prompt_logprobs=request.prompt_logprobs,
         reads_only=request.reads_only,
         adapters=request.adapters,
+        reuse=request.reuse,
         beams=best_of.beams,
         num_answers=request.n if best_of.beams > 1 else 1,
         length_penalty=best_of.length_penalty,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def test_a_stream_says_the_same_as_a_whole_answer(client: openai.OpenAI) -> None
     said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert said == text_of(answered(client))
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
+
+
+def test_a_document_is_reused_where_a_request_allows_it(client: openai.OpenAI) -> None:
+    words = ["a", "king", "who", "had", "garden", "and", "in", "it", "stood", "tree", "with", "golden", "apples"]
+    tales = [" ".join(random.Random(seed).choices(words, k=200)) for seed in range(2)]
+    answered(client, messages=[{"role": "user", "content": f"First: {tales[0]} {tales[1]}"}], max_tokens=1)
+    asked = [{"role": "user", "content": f"Another order: {tales[1]} {tales[0]}"}]
+    exact = answered(client, messages=asked, max_tokens=1).usage.prompt_tokens_details
+    asked = [{"role": "user", "content": f"An order of its own: {tales[1]} {tales[0]}"}]
+    near = answered(client, messages=asked, max_tokens=1, extra_body={"reuse": "chunks"}).usage.prompt_tokens_details
+    assert not hasattr(exact, "reused_tokens") and near.cached_tokens >= near.reused_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="reuse"):
+        answered(client, extra_body={"reuse": "chunk"})
 
 
 def test_a_stream_has_data_lines_alone_from_a_role_to_an_empty_delta_and_its_mark(server: Running) -> None:

@@ -125,11 +125,11 @@ class HeadDrafter(Drafter):
 
     def _hear(self, chunks: Sequence[Chunk], states: Tensor) -> None:
         begin = 0
-        for chunk in chunks:
-            own = states[begin : begin + chunk.num_tokens]
-            if chunk.kv in self._heard or len(self._heard) < self._sequences:
-                self._heard.setdefault(chunk.kv, HeardStates()).take(chunk.begin, own)
-            begin += chunk.num_tokens
+        for kv, first, last in [(chunk.kv, *run) for chunk in chunks for run in chunk.runs]:
+            own = states[begin : begin + last - first]
+            if kv in self._heard or len(self._heard) < self._sequences:
+                self._heard.setdefault(kv, HeardStates()).take(first, own)
+            begin += last - first
 
     @property
     def _head(self) -> _Head:

@@ -214,6 +214,7 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
             best_of=best_of,
             num_ctx=body.num_ctx,
             priority=body.priority,
+            reuse=body.reuse,
             effort=body.reasoning_effort,
             evicts=asked.evicts,
             grammar=grammar,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from localllm.engine.events import FinishedEvent
-from localllm.engine.request import SamplingParams
+from localllm.engine.request import Reuse, SamplingParams
 from localllm.runtime.served_model import AskedModel
 from localllm.server import fields
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
@@ -28,7 +28,10 @@ _PRIORITIES = {"flex": -1, "priority": 1, "fast": 1}
 
 
 class PromptDetails(ReplyBody):
+    """reused_tokens: those of `cached_tokens` that stood at another position before."""
+
     cached_tokens: int
+    reused_tokens: Absent[int] = None
     audio_tokens: int = 0
 
 
@@ -108,6 +111,10 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
     repeat_last_n: fields.LastN | None = None
     num_ctx: fields.Count | None = optional(fields.NUM_CTX)
     grammar: fields.Pattern | None = optional("The form of the answer, as in llama.cpp: GBNF or Lark.")
+    reuse: Reuse | None = optional(
+        "chunks: what of the prompt stood in earlier ones is taken from there at any position, approximately; prefix: "
+        "only its beginning. The default is the server's `--reuse`."
+    )
     cache_prompt: OnlyTrue | None = optional("The prefix cache is always used.")
 
     @property
@@ -137,6 +144,7 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
     """Return the usage of all that was computed for a request, n answers to each prompt, which is counted once."""
     firsts = [each.usage for each in finished[::n]]
     prompt, cached = sum(each.prompt_tokens for each in firsts), sum(each.cached_tokens for each in firsts)
+    reused = sum(each.reused_tokens for each in firsts)
     others = [event for one in finished for events in one.others for event in events]  # of beam searches
     ends = [event for event in (*finished, *others) if isinstance(event, FinishedEvent)]
     completion = sum(each.usage.completion_tokens for each in ends)
@@ -144,7 +152,7 @@ def usage_of(finished: Sequence[FinishedEvent], n: int) -> OpenAIUsage:
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptDetails(cached_tokens=cached, reused_tokens=reused or None),
         evicted_tokens=sum(each.usage.evicted_tokens for each in finished) or None,
     )
 

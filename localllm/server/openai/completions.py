@@ -135,6 +135,7 @@ def _requests(
             best_of=best_of if limit else NO_BEST_OF,
             num_ctx=body.num_ctx,
             priority=body.priority,
+            reuse=body.reuse,
             grammar=grammar,
             prompt_logprobs=body.logprobs if body.echo else None,
             reads_only=limit == 0,
