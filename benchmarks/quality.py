@@ -144,17 +144,26 @@ class Subject:
     def result(self, base: Tensor) -> dict[str, object]:
         """base: -log p of each token in the base."""
         surprise = torch.cat(self.surprises).double()
-        difference = surprise - base
-        increase = math.expm1(difference.mean().item())
-        error = difference.std().item() / len(difference) ** 0.5
         return {
             **self.about,
-            "perplexity": math.exp(surprise.mean().item()),
-            "increase_percent": 100 * increase,
-            "standard_error_percent": 100 * error,
+            **compared(surprise, base),
             "kl_nats": self.kl / len(surprise),
             "top1_percent": 100 * self.same_top1 / len(surprise),
         }
+
+
+def compared(surprise: Tensor, base: Tensor) -> dict[str, object]:
+    """Return the perplexity, and its increase over that of the base. Both: -log p of the same tokens, in fp64."""
+    difference = surprise - base
+    return {
+        "perplexity": math.exp(surprise.mean().item()),
+        "increase_percent": 100 * math.expm1(difference.mean().item()),
+        "standard_error_percent": 100 * standard_error(difference),
+    }
+
+
+def standard_error(values: Tensor) -> float:
+    return values.std().item() / math.sqrt(values.numel())
 
 
 def token_surprises(log_probabilities: Tensor, window: list[int]) -> Tensor:

@@ -1,0 +1,333 @@
+"""The loss of what attends to less than all of a long context: perplexity, and facts and passages that are found again.
+
+    python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
+    python -m benchmarks.context_quality heldout.txt --of "The Violet Fairy Book" --probe passages
+    python -m benchmarks.context_quality wikitext-2/test.txt --of WikiText-2 --model MODEL --ctx 2048 4096 8192
+    python -m benchmarks.context_quality TEXT --setting kv=int4 --setting kv_evict=sinks:512,kv=int4 --quick
+
+A window of the text is read as a prompt with nine needles in it, at depths of 10 % to 90 %. What follows is forced on
+the model token by token, as an answer is decoded: first the text that comes next, whose perplexity this is, then what
+asks for each needle, in a random order. So the retrieval itself is decoding, which is all that some settings change.
+
+facts: a needle says that a name has a number. Behind the cue that repeats it, does the greedy answer have the number;
+is it the likeliest of the nine numbers of the window (chance: 1 of 9); how likely are its tokens?
+passages: a needle is a passage of elsewhere in the text, which is repeated at the end. How many nats a token does it
+cost less than in the same window without needles? Models that are too small to answer can do this.
+
+Every setting reads the same windows. Results are added to results/context_quality.json, one entry for each model and
+context, and written to docs/internals/quality.md. Run it on one thread, as `taskset -c 0`: 25 minutes for all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import RESULTS, known, machine, markdown_table, save, write_section
+from benchmarks.quality import PAGE, Run, compared, cut_windows, increase, standard_error
+from localllm.cache.kv_eviction import LEAST_TOKENS
+from localllm.config import accepted, parsed_setting
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, TokenEvent, TokenLogprob
+from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.request import Request, SamplingParams, TokenMask
+from localllm.hub import locate
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.settings import EngineConfig
+from localllm.text.tokenizer import Tokenizer
+
+BEGIN = "<!-- tables: written by `python -m benchmarks.context_quality` -->"
+END = "<!-- end of the tables of long contexts -->"
+TOKENS_A_CONTEXT = 16384  # of all windows of a context together
+TEXT_TOKENS = 256  # behind the prompt, and at most an eighth of the context
+ALTERNATIVES = 20  # among which the nine numbers are looked for
+SHARES = (8, 4, 2)  # a setting keeps this part of the context
+NAMES = ("Agnes", "Clara", "Edmund", "Helena", "Louise", "Miriam", "Oscar", "Victor", "Walter")
+FACT, CUE, ANSWER = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is", " {}"
+PASSAGE_TOKENS, PASSAGE_CUE = 16, 4
+
+Fields = Mapping[str, object]  # of EngineConfig
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What is forced to ask for a needle. The tokens [begin, end) are the answer. rivals: first tokens of the answers
+    to all probes of a window; none where answers are not chosen among."""
+
+    ids: Sequence[int]
+    begin: int
+    end: int
+    rivals: frozenset[int] = frozenset()
+
+    def scores(self, read: Sequence[TokenLogprob]) -> dict[str, float]:
+        answer = read[self.begin : self.end]
+        first = {each.token_id: each.logprob for each in answer[0].top}
+        best = max(self.rivals, key=lambda rival: first.get(rival, -math.inf), default=None)
+        return {
+            "found": float(all(each.top[0].token_id == each.token_id for each in answer)),
+            "likeliest": float(best == answer[0].token_id and best in first),
+            "logprob": fmean(each.logprob for each in answer),
+        }
+
+
+@dataclass(frozen=True)
+class Window:
+    """prompt: with the needles. text: what comes next. probes: of the needles by their depths. order: in which they
+    follow one another. is_control: no needles are there."""
+
+    prompt: Sequence[int]
+    text: Sequence[int]
+    probes: Sequence[Probe]
+    order: Sequence[int]
+    is_control: bool = False
+
+    @property
+    def forced(self) -> list[int]:
+        return [*self.text, *(token for number in self.order for token in self.probes[number].ids)]
+
+    def scores(self, read: Sequence[TokenLogprob]) -> list[dict[str, float]]:
+        """Return what is found of each needle, by depth."""
+        found: dict[int, dict[str, float]] = {}
+        begin = len(self.text)
+        for number in self.order:
+            end = begin + len(self.probes[number].ids)
+            found[number] = self.probes[number].scores(read[begin:end])
+            begin = end
+        return [found[number] for number in range(len(self.probes))]
+
+
+def facts(tokenizer: Tokenizer, choose: random.Random) -> tuple[list[list[int]], list[Probe]]:
+    """Return nine needles and their probes. The numbers begin with nine digits."""
+    numbers = [f"{digit}{choose.randrange(10000):04}" for digit in choose.sample(range(1, 10), len(NAMES))]
+    names = choose.sample(NAMES, len(NAMES))
+    needles = [tokenizer.encode(FACT.format(*pair)) for pair in zip(names, numbers, strict=True)]
+    probes = []
+    for name, number in zip(names, numbers, strict=True):
+        answers = {each: tokenizer.encode(CUE.format(name) + ANSWER.format(each)) for each in numbers}
+        begin = next(n for n, column in enumerate(zip(*answers.values(), strict=False)) if len({*column}) > 1)
+        rivals = frozenset(ids[begin] for ids in answers.values())
+        assert len(rivals) == len(NAMES), "the first tokens of the numbers differ"
+        probes.append(Probe(answers[number], begin, len(answers[number]), rivals))
+    return needles, probes
+
+
+def passages(text: Sequence[int], choose: random.Random) -> tuple[list[list[int]], list[Probe]]:
+    """Return nine passages of a text as needles, and probes that repeat them."""
+    begins = [choose.randrange(len(text) - PASSAGE_TOKENS) for _ in NAMES]
+    needles = [list(text[begin : begin + PASSAGE_TOKENS]) for begin in begins]
+    return needles, [Probe(needle, PASSAGE_CUE, PASSAGE_TOKENS) for needle in needles]
+
+
+def make_windows(tokenizer: Tokenizer, text: str, probe: str, ctx: int, count: int) -> list[Window]:
+    ids, made = tokenizer.encode(text), []
+    for number, window in enumerate(cut_windows(ids, ctx, count)):
+        choose = random.Random(number)
+        needles, probes = facts(tokenizer, choose) if probe == "facts" else passages(ids, choose)
+        num_text = min(TEXT_TOKENS, ctx // 8)
+        num_probed = sum(len(each.ids) for each in probes)
+        hay = window[: ctx - num_text - num_probed - sum(map(len, needles))]
+        order = choose.sample(range(len(probes)), len(probes))
+        behind = window[len(hay) : len(hay) + num_text], probes, order
+        made.append(Window(hidden(needles, hay), *behind))
+        if probe == "passages":
+            made.append(Window(hay, *behind, is_control=True))
+    return made
+
+
+def hidden(needles: Sequence[Sequence[int]], hay: Sequence[int]) -> list[int]:
+    """Return the hay with the needles in it, evenly spread."""
+    borders = [len(hay) * n // (len(needles) + 1) for n in range(len(needles) + 2)]
+    made = [*hay[: borders[1]]]
+    for needle, begin, end in zip(needles, borders[1:], borders[2:], strict=False):
+        made += [*needle, *hay[begin:end]]
+    return made
+
+
+def forced(engine: Engine, windows: Sequence[Window]) -> list[list[TokenLogprob]]:
+    """Answer all windows at once, each with what is forced; return the log-probabilities of every token of that.
+
+    Raises what a request ended with.
+    """
+    read: dict[int, list[TokenLogprob]] = {}
+    for window in windows:
+        ids = window.forced
+        sampling = SamplingParams(temperature=0, logprobs=ALTERNATIVES, max_tokens=len(ids), ignore_eos=True)
+        mask = only(ids, engine.config.vocab_size)
+        read[engine.submit(Request(tuple(window.prompt), sampling, mask=mask))] = []
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokenEvent) and event.logprob is not None:
+                read[event.request_id].append(event.logprob)
+            elif isinstance(event, FinishedEvent) and event.error is not None:
+                raise event.error
+    return list(read.values())
+
+
+def only(ids: Sequence[int], vocab_size: int) -> TokenMask:
+    """Return the mask of an answer that has these tokens."""
+
+    def mask(token_ids: Sequence[int]) -> Tensor:
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed[ids[len(token_ids)]] = True
+        return allowed
+
+    return mask
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a setting makes of all windows. surprises: -log p of each token of the texts; best: the likeliest ones.
+    scores: of each window, by depth."""
+
+    surprises: Tensor
+    best: Tensor
+    scores: Sequence[Sequence[Mapping[str, float]]]
+    seconds: float
+
+    @classmethod
+    def of(cls, model: str, ctx: int, fields: Fields, windows: Sequence[Window]) -> Reading:
+        config = EngineConfig(**{"ctx": ctx, "speculate": "off", **fields})  # type: ignore[arg-type]
+        with closing(Engine.load(model, config, reuse=NO_REUSE)) as engine:
+            began = time.perf_counter()
+            read = forced(engine, windows)
+            seconds = time.perf_counter() - began
+        texts = [each for window, tokens in zip(windows, read, strict=True) for each in tokens[: len(window.text)]]
+        scores = [window.scores(tokens) for window, tokens in zip(windows, read, strict=True)]
+        surprises = -torch.tensor([each.logprob for each in texts], dtype=torch.float64)
+        return cls(surprises, torch.tensor([each.top[0].token_id for each in texts]), scores, seconds)
+
+    def result(self, base: Reading, windows: Sequence[Window]) -> dict[str, object]:
+        same = float((self.best == base.best).double().mean())
+        found = compared(self.surprises, base.surprises) | {"top1_percent": 100 * same, "seconds": self.seconds}
+        if any(window.is_control for window in windows):
+            change = self.gains() - base.gains()
+            by_depth = {"gain": self.gains().mean(0).tolist()}
+            found |= {"gain_change": change.mean().item(), "gain_change_error": standard_error(change)}
+            return found | {"gain": fmean(by_depth["gain"]), "by_depth": by_depth}
+        depths = list(zip(*self.scores, strict=True))
+        by_depth = {kind: [fmean(each[kind] for each in depth) for depth in depths] for kind in depths[0][0]}
+        return found | {kind: fmean(values) for kind, values in by_depth.items()} | {"by_depth": by_depth}
+
+    def gains(self) -> Tensor:
+        """Return by how many nats a token each passage costs less where needles are there [windows, depths]."""
+        logprobs = torch.tensor([[each["logprob"] for each in window] for window in self.scores])
+        return logprobs[::2] - logprobs[1::2]
+
+
+def default_settings(ctx: int) -> Iterator[Fields]:
+    """Yield three settings of each kind, which keep as many tokens."""
+    for tokens in (ctx // share for share in SHARES):
+        yield {"attend": f"top:{tokens // PAGE_TOKENS}"}
+    for tokens in (ctx // share for share in SHARES):
+        yield {"kv_evict": f"sinks:{tokens}"}
+    for tokens in (ctx // share for share in SHARES):
+        yield {"kv_evict": f"heavy:{max(tokens, LEAST_TOKENS['heavy'])}"}
+
+
+def measured(model: str, ctx: int, windows: Sequence[Window], settings: Sequence[Fields]) -> Iterator[Run]:
+    """Yield a row for all of the context, and one for each setting. Raises what loading does for one that the model
+    cannot have."""
+    base = Reading.of(model, ctx, {}, windows)
+    yield {"setting": {}, **base.result(base, windows)}
+    for fields in settings:
+        yield {"setting": fields, **Reading.of(model, ctx, fields, windows).result(base, windows)}
+
+
+# The tables of docs/internals/quality.md
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    return "\n".join(_table(run) for _, run in sorted(result["runs"].items(), key=lambda item: _order(item[1])))
+
+
+def _order(run: Run) -> tuple[bool, str, int]:
+    return run["probe"] == "facts", run["model"], run["ctx"]
+
+
+def _table(run: Run) -> str:
+    is_facts = run["probe"] == "facts"
+    asked_for = ["number found", "likeliest of 9", "log-probability"] if is_facts else ["gain of a passage", "change"]
+    head = ["setting", "perplexity", "increase", "same top-1", *asked_for]
+    rows = []
+    for row in run["rows"]:
+        own = [shown(row["setting"]), f"{row['perplexity']:.3f}", increase(row) if row["setting"] else ""]
+        own += [f"{row['top1_percent']:.1f} %" if row["setting"] else ""]
+        if is_facts:
+            own += [f"{100 * row[kind]:.0f} %" for kind in ("found", "likeliest")] + [f"{row['logprob']:.2f}"]
+        else:
+            own += [f"{row['gain']:.3f}"]
+            own += [f"{row['gain_change']:+.3f} (±{row['gain_change_error']:.3f})" if row["setting"] else ""]
+        rows.append(own)
+    about = f"{run['text']}: {run['predicted_tokens']:,} tokens"
+    asked = f"{run['needles']} facts; chance: 0 % and 11 %" if is_facts else f"{run['needles']} passages"
+    return f"### {run['model']}, {run['ctx']:,} tokens\n\n{about}, {asked}.\n\n{markdown_table(head, rows)}"
+
+
+def shown(fields: Fields) -> str:
+    return " ".join(f"`--{name.replace('_', '-')} {value}`" for name, value in fields.items()) or "all of it"
+
+
+def parsed_fields(text: str) -> Fields:
+    pairs = (each.partition("=") for each in text.split(","))
+    return {name: accepted(name, parsed_setting(name, value), "--setting") for name, _, value in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
+    parser.add_argument("--of", help="the text's name (default: the file's)")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--ctx", type=int, nargs="+", default=[1024])
+    parser.add_argument("--probe", choices=("facts", "passages"), default="facts")
+    parser.add_argument("--windows", type=int, help=f"(default: as many as have {TOKENS_A_CONTEXT} tokens)")
+    parser.add_argument("--setting", type=parsed_fields, action="append", default=[], help="FIELD=VALUE,...")
+    parser.add_argument("--quick", action="store_true", help="one window, and nothing is written")
+    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = parser.parse_args()
+    result = known("context_quality", options.save) or {"schema_version": 1, "runs": {}}
+    for ctx in options.ctx if options.text else ():
+        run = _run(options, ctx)
+        result["runs"][f"{run['model']} {ctx}"] = run
+        if not options.quick:
+            save("context_quality", result | {"machine": machine()}, options.save)
+    print(tables(result))
+    if not options.quick and options.save == RESULTS:
+        write_section(PAGE, BEGIN, END, tables(result))
+
+
+def _run(options: argparse.Namespace, ctx: int) -> Run:
+    files, text = locate(options.model), options.text.read_text(encoding="utf-8")
+    count = 1 if options.quick else options.windows or max(TOKENS_A_CONTEXT // ctx, 1)
+    windows = make_windows(Tokenizer.load(files.directory), text, options.probe, ctx, count)
+    rows = []
+    for row in measured(options.model, ctx, windows, options.setting or [*default_settings(ctx)]):
+        rows.append(row)
+        print(
+            shown(row["setting"]),
+            {key: value for key, value in row.items() if key not in ("setting", "by_depth")},
+            flush=True,
+        )
+    return {
+        "model": Path(files.name).name.removesuffix(".gguf"),
+        "text": options.of or options.text.stem,
+        "ctx": ctx,
+        "probe": options.probe,
+        "predicted_tokens": sum(len(window.text) for window in windows),
+        "needles": sum(len(window.probes) for window in windows if not window.is_control),
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
