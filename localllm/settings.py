@@ -274,8 +274,8 @@ class EngineConfig:
         "off", Accepts("text", low=256, high=2**31, choices=("off", "auto"), usual="keep:16384", numbered=("keep",)),
         _MEASURED, "auto|keep:N",
         "Where keys and values of a long context rest. keep:N: those of N tokens of a sequence in memory, the others "
-        "on the disk, from where every step reads them; the text stays the same. auto: as many in memory as there is "
-        "room for beside the weights. On a CPU. Default: off, all in memory.",
+        "on the disk, from where every step reads them; the text stays the same. On a GPU: in its memory, the others "
+        "in the host's. auto: as many as there is room for beside the weights. Default: off, all in memory.",
         group=MACHINE,
     )  # fmt: skip
     attend: str = setting(

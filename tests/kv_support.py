@@ -45,11 +45,11 @@ def check_pages(pages: KVPages) -> None:
         owned = Counter(id(page) for kv in pages.sequences for page in kv.owned(index))
         for pool in group.pools:
             _check_pool(pool, owned)
-    for index, file in pages.files.items():
+    for index, store in pages.stores.items():
         extents = Counter(extent for kv in pages.sequences for extent in kv.extents[index])
         assert all(extent.owners == count for extent, count in extents.items())
-        slots = [*file._free, *(extent.slot for extent in extents)]
-        assert sorted(slots) == [*range(file._num_slots)], "a place in the file is nobody's, or two extents'"
+        slots = [*store._free, *(extent.slot for extent in extents)]
+        assert sorted(slots) == [*range(store._num_slots)], "a place of a store is nobody's, or two extents'"
 
 
 def _check_pool(pool: PagePool, owned: Counter[int]) -> None:

@@ -108,7 +108,7 @@ def test_forks_cancels_and_prefixes_that_are_found_again_change_no_token(offload
         is_whole = heard[request_id].finished.finish_reason == "length"
         assert tuple(found) == whole[: count if is_whole else len(found)]
     pages = offloading.residency.kv_pages
-    assert not pages.sequences and not any(file.nbytes for file in pages.files.values())
+    assert not pages.sequences and not any(store.nbytes for store in pages.stores.values())
 
 
 def test_memory_is_what_the_plan_says(offloading):
@@ -164,3 +164,12 @@ def test_a_plan_keeps_as_many_in_memory_as_there_is_room_for_and_says_what_a_ste
     assert found.code == 0 and "on the disk; behind 131,072 tokens a step reads" in " ".join(found.out.decode().split())
     refused = run_cli("plan", "llama-3.1-8b", "--ctx", "131072", "--ram", "8GiB", "--gpu", "none")
     assert refused.code != 0 and "--kv-offload auto" in refused.err
+
+
+def test_a_plan_for_a_gpu_keeps_all_weights_there_and_says_what_a_step_copies():
+    found = run_cli(
+        "plan", "llama-3.1-8b", "--ctx", "131072", "--gpu", "rtx4060", "--ram", "16GiB", "--kv-offload", "auto"
+    )
+    shown = " ".join(found.out.decode().split())
+    assert found.code == 0 and "those before them in memory; behind 131,072 tokens a step copies" in shown
+    assert "65 on the GPU" in shown and "copied to the GPU at every step" not in shown

@@ -32,20 +32,21 @@ from tests.cli_support import run_cli, write_checkpoint
 from tests.kv_support import check_pages, check_prefix
 
 KH, D, LAYERS = 2, 32, 2
+CARD = torch.device("cpu", 0)  # equal to the host in all but its name
 every_format = pytest.mark.parametrize("kv", KV_FORMATS)
 
 
 def new_pages(
     kv: str = "int4",
     windows: tuple[int | None, ...] = (None, None),
-    device: torch.device = HOST,
+    device: torch.device | tuple[torch.device, ...] = HOST,
     spill: Spill | None = None,
     eviction: Eviction | None = None,
 ) -> KVPages:
     return KVPages(
         KV_FORMATS[kv],
         windows=windows,
-        devices=[device] * len(windows),
+        devices=[device] * len(windows) if isinstance(device, torch.device) else device,
         shapes=[KVShape(KH, D)] * len(windows),
         dtype=torch.float32,
         spill=spill,
@@ -219,7 +220,7 @@ def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv)
     sequence, ids = pages.new(300), list(range(200))
     grow(sequence, ids)
     prefix.seal(sequence, ids)
-    other = torch.device("cpu", 0)  # equal to the host in all but its name
+    other = CARD
     pages.move([HOST, other])
     assert not pages.is_on_host
     assert_holds(sequence, kv, ids)
@@ -233,7 +234,7 @@ def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv)
 
 
 def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on():
-    pages = new_pages("int4", device=torch.device("cpu", 0))
+    pages = new_pages("int4", device=CARD)
     prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
     ids, *_ = [used(pages, prefix, seed) for seed in range(4)]  # each pushes the one before out of the pools
     sequence = pages.new(501)
@@ -244,14 +245,14 @@ def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on():
 
 def test_a_page_goes_to_another_memory_and_back_in_one_copy(monkeypatch):
     """Not layer by layer: a GPU has all of them in one run of bytes."""
-    pages = new_pages("int8", (None,) * 8, device=torch.device("cpu", 0))
+    pages = new_pages("int8", (None,) * 8, device=CARD)
     (group,) = pages.groups
     sequence = pages.new(300)
     sequence.prepare(200)
     held = [page for page in sequence.tables[0] if page is not None]
     for page in held:
-        page.parts[torch.device("cpu", 0)].random_(0, 256)
-    contents = [page.parts[torch.device("cpu", 0)].clone().view(-1) for page in held]
+        page.parts[CARD].random_(0, 256)
+    contents = [page.parts[CARD].clone().view(-1) for page in held]
     copy_, copies = Tensor.copy_, 0
 
     def counted(into: Tensor, *source: Any, **named: Any) -> Tensor:
@@ -363,13 +364,25 @@ class Sequences(RuleBasedStateMachine):
         ram=st.sampled_from([0, 60_000]),
         spills=st.sampled_from([0, 3, 8]),
         eviction=st.sampled_from(["off", "off", "sinks:64", "sinks:128", "heavy:192"]),
+        homes=st.sampled_from([(HOST, HOST), (CARD, CARD), (CARD, HOST)]),
     )
-    def begin(self, kv: str, window: int | None, ram: int, spills: int, eviction: str) -> None:
-        """spills: of a sequence so many pages stay in memory; 0: all."""
+    def begin(
+        self,
+        kv: str,
+        window: int | None,
+        ram: int,
+        spills: int,
+        eviction: str,
+        homes: tuple[torch.device, torch.device],
+    ) -> None:
+        """spills: of a sequence so many pages stay in memory; 0: all. homes: of its layers; the others rest on the
+        disk, or on the host where a layer is on a card."""
         self.directory = tempfile.TemporaryDirectory()
         rule = Eviction.of(eviction)
-        spill = Spill(Path(self.directory.name), spills * PAGE_TOKENS) if spills and rule is None else None
-        self.kv, self.pages = kv, new_pages(kv, (None, window), spill=spill, eviction=rule)
+        homes = homes if rule is None else (HOST, HOST)  # it is for a CPU
+        own = spills if rule is None else 0
+        spill = Spill(Path(self.directory.name), own * PAGE_TOKENS, homes[0]) if own else None
+        self.kv, self.pages = kv, new_pages(kv, (None, window), homes, spill, rule)
         self.prefix = PrefixCache(bytes(32), self.pages, ram_bytes=ram)
         self.live: list[tuple[PagedKV, list[int]]] = []
         self.is_full = False

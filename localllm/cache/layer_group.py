@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from localllm.cache.extents import EXTENT_PAGES
 from localllm.cache.kv_eviction import Eviction, most_pages
 from localllm.cache.kv_format import DENSE_PAGES
-from localllm.cache.pages import PagePool
-from localllm.cache.spill_file import EXTENT_PAGES
+from localllm.cache.pages import HOST, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, pages_of
 
 
@@ -16,11 +18,14 @@ from localllm.kernels.kv_page import PAGE_TOKENS, KVShape, pages_of
 class Spill:
     """Where pages of running sequences rest that memory has no room for.
 
+    directory: on the disk, of those that the host uses.
     resident_tokens: of a sequence, that stay in memory: the newest ones, and those of the first page.
+    device: where they are used; those of a GPU rest in the host's memory.
     """
 
     directory: Path
     resident_tokens: int
+    device: torch.device = HOST
 
     @property
     def resident_pages(self) -> int:

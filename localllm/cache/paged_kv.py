@@ -14,6 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from localllm.cache.extents import Extent
+from localllm.cache.host_spill import HostSpill
 from localllm.cache.kv_eviction import FORWARD_TOKENS, Eviction
 from localllm.cache.kv_format import KVFormat
 from localllm.cache.layer_group import LayerGroup
@@ -21,7 +23,7 @@ from localllm.cache.layer_group import Spill as Spill
 from localllm.cache.page_masses import PageMasses
 from localllm.cache.page_ring import PageRing
 from localllm.cache.pages import HOST, Ferry, Page, PagePool
-from localllm.cache.spill_file import Extent, SpillFile
+from localllm.cache.spill_file import SpillFile
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, PAGE_TOKENS, KVShape, PageLayout, layer_groups, pages_of
 from localllm.kernels.page_choice import FIXED_PAGES, PageBounds, PageChoice
@@ -77,18 +79,14 @@ class KVPages:
             for layer in range(len(windows))
         )
         self.sequences: set[PagedKV] = set()
-        self.files = {
-            index: SpillFile(
-                group.spill.directory,
-                group.sealed.layout,
-                len(group.layers),
-                group.spill.extent_pages,
-                by_page=slot_pages > 0,
-            )
-            for index, group in enumerate(self.groups)
-            if group.spill is not None
+        spilling = {index: group for index, group in enumerate(self.groups) if group.spill is not None}
+        self.stores = {
+            index: _new_store(group, group.spill, by_page=slot_pages > 0)
+            for index, group in spilling.items()
+            if group.spill
         }
-        self.ring = PageRing(self.files, self.places, slot_pages) if self.files else None
+        has_any = spill is not None and bool(self.stores)
+        self.ring = PageRing(self.stores, self.places, spill.device, slot_pages) if spill and has_any else None
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +94,11 @@ class KVPages:
         states += sum(each.nbytes for sequence in self.sequences for each in sequence.all_bounds)
         ring_bytes = 0 if self.ring is None else self.ring.nbytes
         return states + ring_bytes + sum(pool.nbytes for group in self.groups for pool in group.pools)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that pages rest in, of those that a GPU has no room for."""
+        return sum(store.held_bytes for store in self.stores.values() if isinstance(store, HostSpill))
 
     @property
     def homes(self) -> Sequence[tuple[torch.device, int]]:
@@ -142,6 +145,8 @@ class KVPages:
         """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,
         raises what torch does; what has moved stays there."""
         self.state_devices = tuple(state_devices)
+        if self.ring is not None:
+            self.ring.clear(frees=True)
         try:
             for sequence in self.sequences:
                 if sequence.state is not None:
@@ -154,11 +159,11 @@ class KVPages:
                 sequence.readdress()
 
     def close(self) -> None:
-        """End what reads pages from the disk."""
+        """End what brings pages that rest elsewhere, and free what they rest in: no sequence has any."""
         if self.ring is not None:
             self.ring.clear(frees=True)
-        for file in self.files.values():
-            file.close()
+        for store in self.stores.values():
+            store.close()
 
     def release(self) -> None:
         """Free all pages, which nobody uses any more. Pages and pools refer to each other: without this their memory
@@ -192,8 +197,8 @@ class PagedKV:
         self.attend_from: int | None = None  # tokens from there on choose the pages that they attend to
         self._open: list[dict[int, Page]] = [{} for _ in pages.groups]  # by their number; coded formats only
         self._scratch: list[dict[int, Page]] = [{} for _ in pages.groups]
-        # On the disk, of each group that has such: the pages behind the first one, up to those that are in memory.
-        self.extents: dict[int, list[Extent]] = {index: [] for index in pages.files}
+        # Resting elsewhere, of each group that has such: the pages behind the first one, up to those in memory.
+        self.extents: dict[int, list[Extent]] = {index: [] for index in pages.stores}
         self._addresses = [
             {device: torch.zeros(pages_of(capacity), dtype=torch.int64) for device in group.sealed.devices}
             for group in pages.groups
@@ -227,7 +232,7 @@ class PagedKV:
         other.adapters, other.exact_tokens, other.attend_from = self.adapters, self.exact_tokens, self.attend_from
         other._left = set(self._left)
         other.moved = set(self.moved)
-        other.extents = {index: self.pages.files[index].share(own) for index, own in self.extents.items()}
+        other.extents = {index: self.pages.stores[index].share(own) for index, own in self.extents.items()}
         if self.masses is not None and other.masses is not None:
             self.masses.settle(self.length)
             other.masses.take_from(self.masses)
@@ -343,12 +348,23 @@ class PagedKV:
         self._borrowed.discard(page)
         self._promised[page.pool] += is_own
 
-    # What rests on the disk
+    # What rests elsewhere
+
+    def spilled_pages(self, index: int) -> int:
+        """Return how many pages of a group rest elsewhere, behind the first one."""
+        return len(self.extents[index]) * self.pages.stores[index].extent_pages if index in self.extents else 0
 
     @property
     def num_spilled(self) -> int:
-        """Pages on the disk, in each group that has such."""
-        return max((len(own) * self.pages.files[index].extent_pages for index, own in self.extents.items()), default=0)
+        """Pages that rest elsewhere, in each group that has such."""
+        return max(map(self.spilled_pages, self.extents), default=0)
+
+    @property
+    def most_extents(self) -> int:
+        """Return how many it has at most, in each group."""
+        spills = [spill for group in self.pages.groups if (spill := group.spill) is not None]
+        missing = (max(0, pages_of(self.capacity) - spill.resident_pages) for spill in spills)
+        return max((-(-count // spill.extent_pages) for count, spill in zip(missing, spills, strict=True)), default=0)
 
     @property
     def num_bounded(self) -> int:
@@ -357,44 +373,63 @@ class PagedKV:
 
     @property
     def ring(self) -> PageRing | None:
-        """Return what brings its pages from the disk; None where all are in memory."""
+        """Return what brings its pages from where they rest; None where all are in memory."""
         return self.pages.ring if self.num_spilled else None
+
+    def rests_elsewhere(self, end: int) -> bool:
+        """Return whether some of its pages rest elsewhere once a forward is prepared that ends there."""
+        return self.num_spilled > 0 or any(self._leaves(index, pages_of(end)) for index in self.extents)
 
     def room_for(self, num_pages: int) -> int:
         """Return how many of so many pages it can take before others must leave memory; 1 at least."""
         promised = [self._promised[self.pages.groups[index].sealed] for index in self.extents]
         return max(1, min([num_pages, *promised]))
 
+    def _leaves(self, index: int, num_pages: int) -> range:
+        """Return the pages of a group that are to leave memory next where there are to be so many; none where memory
+        has room. A forward may be longer than what is to stay: what it has not written yet stays as well."""
+        begin, store, spill = 1 + self.spilled_pages(index), self.pages.stores[index], self.pages.groups[index].spill
+        assert spill is not None
+        end = begin + store.extent_pages
+        is_due = 1 + num_pages - begin > spill.resident_pages and end <= self.length // PAGE_TOKENS
+        return range(begin, end) if is_due else range(0)
+
     def _spill(self, num_pages: int) -> None:
-        """Bring the oldest pages to the disk where it is to have so many, and memory is for fewer. Raises LocalLLMError
-        where the disk takes none."""
+        """Let the oldest pages leave memory where it is to have so many, and memory is for fewer. Raises LocalLLMError
+        where the disk takes none, and what torch does where the host has no memory."""
         for index, extents in self.extents.items():
-            table, file, spill = self.tables[index], self.pages.files[index], self.pages.groups[index].spill
-            assert spill is not None
-            begin = 1 + len(extents) * file.extent_pages
-            # A forward may be longer than what is to stay: what it has not written yet stays as well.
-            most, full = spill.resident_pages, self.length // PAGE_TOKENS
-            while 1 + num_pages - begin > most and (end := begin + file.extent_pages) <= full:
-                pages = [page for page in table[begin:end] if page is not None]
-                extents.append(file.write(pages))
+            table = self.tables[index]
+            while numbers := self._leaves(index, num_pages):
+                pages = [page for page in table[numbers.start : numbers.stop] if page is not None]
+                extents.append(self.pages.stores[index].write(pages))
                 assert self.pages.ring is not None
                 self.pages.ring.forget(index, extents[-1])
-                for number, page in enumerate(pages, begin):
-                    self.give_back(page)
+                for number, page in zip(numbers, pages, strict=True):
+                    self._leave(page)
                     table[number] = None
-                begin = end
+
+    def _leave(self, page: Page) -> None:
+        """Let go of a page that has been written elsewhere. Where there is no memory for another one that it may need,
+        that is claimed once it does."""
+        try:
+            self.give_back(page)
+        except (MemoryError, torch.OutOfMemoryError):
+            page.pool.drop(page)
+            self._borrowed.discard(page)
 
     def _drop_extents(self, num_pages: int) -> int:
         """Forget extents that reach beyond so many pages; return how many pages are left of those."""
+        has_dropped = False
         for index, extents in self.extents.items():
-            file = self.pages.files[index]
-            if num_pages < 1 + len(extents) * file.extent_pages:
-                num_kept = max(0, num_pages - 1) // file.extent_pages
-                file.release(extents[num_kept:])
+            store = self.pages.stores[index]
+            if num_pages < 1 + len(extents) * store.extent_pages:
+                num_kept = max(0, num_pages - 1) // store.extent_pages
+                has_dropped = has_dropped or num_kept < len(extents)
+                store.release(extents[num_kept:])
                 del extents[num_kept:]
-                num_pages = min(num_pages, 1 + num_kept * file.extent_pages)
-        if self.pages.ring is not None and not any(kv.num_spilled for kv in (self, *self.pages.sequences)):
-            self.pages.ring.clear(frees=True)
+                num_pages = min(num_pages, 1 + num_kept * store.extent_pages)
+        if has_dropped and not any(kv.num_spilled for kv in (self, *self.pages.sequences)):
+            self.pages.close()
         return num_pages
 
     # A forward
@@ -694,6 +729,13 @@ class PagedKV:
         """Every page of a group that it has."""
         held = [page for page in self.tables[index] if page is not None]
         return [*held, *self._open[index].values(), *self._scratch[index].values()]
+
+
+def _new_store(group: LayerGroup, spill: Spill, *, by_page: bool) -> SpillFile | HostSpill:
+    layout, num_layers = group.sealed.layout, len(group.layers)
+    if spill.device != HOST:
+        return HostSpill(spill.device, layout, num_layers, spill.extent_pages)
+    return SpillFile(spill.directory, layout, num_layers, spill.extent_pages, by_page=by_page)
 
 
 def shared_tokens(sequences: Iterable[PagedKV]) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from localllm.cache.extents import EXTENT_PAGES, Extent, ExtentStore
 from localllm.cache.pages import Page
 from localllm.errors import LocalLLMError
 from localllm.kernels.kv_page import PageLayout
@@ -20,28 +21,14 @@ from localllm.offload.streaming.disk_read import PAGE_BYTES, read_into
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.offload.streaming.kernel_reads import KernelReads
 
-EXTENT_PAGES = 16  # 1,024 tokens: of a 1.1B model in INT8 0.5 MB a layer, which a disk reads at its full speed
 _MOST_EXTENTS = 1 << 14  # of all sequences: 16 million tokens
 _MOST_PIECE_BYTES = 8 << 20  # of a read
 _DEPTH = 32  # of the kernel's reads, one page of a layer each
 _LONGEST_READ_S = 60.0
 
 
-class Extent:
-    """Consecutive pages of a sequence in a file. slot: its number there; owners: the sequences that have it."""
-
-    __slots__ = ("owners", "slot")
-
-    def __init__(self, slot: int) -> None:
-        self.slot, self.owners = slot, 1
-
-
-class SpillFile:
-    """The extents of one group of layers.
-
-    part_bytes: of an extent's pages in one layer, whole blocks of the disk.
-    stride: from one page to the next one there; whole blocks too, where pages are read one by one.
-    """
+class SpillFile(ExtentStore):
+    """Parts are whole blocks of the disk, and so are strides where pages are read one by one."""
 
     def __init__(
         self,
@@ -52,20 +39,16 @@ class SpillFile:
         *,
         by_page: bool = False,
     ) -> None:
-        self.extent_pages, self.layer_bytes, self.num_layers = extent_pages, layout.layer_bytes, num_layers
-        self.stride = _whole_blocks(layout.layer_bytes) if by_page else layout.layer_bytes
-        self.part_bytes = _whole_blocks(extent_pages * self.stride)
+        stride = _whole_blocks(layout.layer_bytes) if by_page else layout.layer_bytes
+        super().__init__(layout, num_layers, extent_pages, stride, _whole_blocks(extent_pages * stride))
         self._directory = directory
         self._kernel: KernelReads | None = None
-        self._free: list[int] = []
-        self._num_slots = 0
         self._plain = -1  # until the first page leaves memory
         self._direct: int | None = None
 
     def write(self, pages: Sequence[Page]) -> Extent:
         """Write `extent_pages` pages, whose bytes are on the host. Raises LocalLLMError where the disk takes none."""
-        slot = self._free.pop() if self._free else self._num_slots
-        self._num_slots = max(self._num_slots, slot + 1)
+        slot = self._take_slot()
         try:
             if slot >= _MOST_EXTENTS:
                 raise OSError(f"{_MOST_EXTENTS} extents are the most")
@@ -140,25 +123,11 @@ class SpillFile:
             return begun
         return next(number for number, (at, *_) in enumerate(reads) if at == failed)
 
-    def share(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Let one more sequence have these."""
-        for extent in extents:
-            extent.owners += 1
-        return [*extents]
-
-    def release(self, extents: Sequence[Extent]) -> None:
-        for extent in extents:
-            extent.owners -= 1
-            assert extent.owners >= 0
-            if not extent.owners:
-                self._free.append(extent.slot)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the disk that hold pages."""
-        return (self._num_slots - len(self._free)) * self.num_layers * self.part_bytes
-
     def close(self) -> None:
+        """Give the file back: no extent is left."""
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
         for descriptor in (self._plain, self._direct):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)

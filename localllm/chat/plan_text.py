@@ -88,14 +88,18 @@ def read_from_disk(plan: Plan) -> str:
 
 
 def spilled(plan: Plan) -> str:
-    """Return how keys and values are shared out between memory and the disk; "" where all are in memory."""
-    resident, num_bytes = plan.shape.resident_tokens, plan.ledger["disk"].get("kv", 0)
-    if resident is None or not num_bytes:
+    """Return how keys and values are shared out between the fastest memory and what is below it; "" where all are where
+    they are used."""
+    shape, resident = plan.shape, plan.shape.resident_tokens
+    num_bytes, on_card = shape.spilled_bytes(plan.kv_tokens, plan.sequences), plan.costs.card is not None
+    brought = round(num_bytes * plan.costs.work.kv_share) if on_card else num_bytes
+    if resident is None or not brought:
         return ""
+    near, below, brings = ("on the GPU", "in memory", "copies") if on_card else ("in memory", "on the disk", "reads")
     step = short_duration(plan.costs.decode_s(plan.ctx, plan.sequences))
     return (
-        f"keys and values of {resident:,} tokens are in memory, those before them on the disk; behind {plan.ctx:,} "
-        f"tokens a step reads {format_bytes(num_bytes)} and takes about {step}"
+        f"keys and values of {resident:,} tokens are {near}, those before them {below}; behind {plan.ctx:,} "
+        f"tokens a step {brings} {format_bytes(brought)} and takes about {step}"
     )
 
 

@@ -96,7 +96,7 @@ class Engine(StepLoop):
             lambda: self.planned(self.ctx),
             plan,
             note,
-            None if loaded.resident_tokens is None else Spill(kv_root(), loaded.resident_tokens),
+            None if loaded.resident_tokens is None else Spill(kv_root(), loaded.resident_tokens, model.device),
             chosen_pages,
             loaded.eviction,
         )

@@ -184,7 +184,7 @@ class LoadedModel:
     replan: by which plan it had best run now, with a context of so many tokens; without one the context never grows.
     fixes_for: the flags with which a longer context fits, as alternatives.
     held: what is closed when the model is not used any more.
-    resident_tokens: of a sequence, whose keys and values stay in memory, where the others go to the disk.
+    resident_tokens: of a sequence, whose keys and values stay in memory, where the others rest elsewhere.
     new_drafter: makes the second model that was asked for, or the head that drafts, where it is worth its room.
     eviction: what leaves of the keys and values of a long sequence.
     """
@@ -257,7 +257,7 @@ class Loading:
                         on_host=frozenset(on_host),
                         progress=watcher.reading,
                     )
-                    replan = self._replan(blocks.config, None, lambda: sum(on_host.values()))
+                    replan = self._replan(plan, blocks.config, None, lambda: sum(on_host.values()))
                     return self._loaded(plan, search, decoder, replan)
             ram = self.planner.wanted.ram
             packed = opened.enter_context(
@@ -268,16 +268,23 @@ class Loading:
             has_own_memory = has_card(self.planner.device)
             placed = opened.enter_context(OffloadedModel(packed, parts, device if has_own_memory else None))
             placed.place(plan.blocks, plan.many_rows, watcher.reading)
-            replan = self._replan(packed.config, packed, lambda: placed.host_bytes)
+            replan = self._replan(plan, packed.config, packed, lambda: placed.host_bytes)
             return self._loaded(plan, search, placed.decode_model, replan, placed, opened.pop_all())
 
-    def _replan(self, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]) -> Replan:
-        """host_bytes: of the host's memory, what the blocks have now."""
+    def _replan(
+        self, plan: Plan, config: ModelConfig, packed: PackedModel | None, host_bytes: Callable[[], int]
+    ) -> Replan:
+        """plan: that is loaded; as many keys and values of a sequence stay in memory as it has there. host_bytes: of
+        the host's memory, what the blocks have now."""
+        resident = plan.shape.resident_tokens
+        kv_offload = "off" if resident is None else f"keep:{resident}"
         draft, planner = self.planner.draft, replace(self.planner, say=ignore)
         draft_bytes = draft.shape.num_bytes if draft is not None and not has_card(planner.device) else 0
 
         def planned(ctx: int, kv: str, held: Held) -> Plan:
-            again = replace(self, planner=replace(planner, wanted=replace(planner.wanted, ctx=ctx, kv=kv)))
+            again = replace(
+                self, planner=replace(planner, wanted=replace(planner.wanted, ctx=ctx, kv=kv, kv_offload=kv_offload))
+            )
             held = replace(held, host_bytes=host_bytes() + held.host_bytes + draft_bytes)
             return again._plan(config, packed, held)[0]
 

@@ -24,7 +24,6 @@ from localllm.engine.placement import (
     with_choice,
 )
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
-from localllm.errors import Fix, UsageError
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
@@ -128,9 +127,6 @@ class ModelPlanner:
             use_threads(wanted.threads)
         device = device_name(wanted.device) if other is None else other.device
         require_card(device, wanted.vram)
-        if wanted.kv_offload != "off" and has_card(device):
-            why = "on a GPU, keys and values that it has no room for rest in memory by themselves"
-            raise UsageError("--kv-offload needs --device cpu", why=why, fix=Fix.without("--kv-offload"))
         require_context(config, wanted.ctx)
         require_choice(config, wanted, device)
         require_eviction(config, wanted, device)

@@ -129,7 +129,7 @@ class Residency:
     @property
     def kv_host_bytes(self) -> int:
         """Bytes of the host's memory that keys and values may have by now."""
-        return self.kv_pages.nbytes if self.kv_pages.is_on_host else 0
+        return self.kv_pages.host_bytes + (self.kv_pages.nbytes if self.kv_pages.is_on_host else 0)
 
     @property
     def host_bytes(self) -> int:

@@ -377,11 +377,14 @@ class ModelRunner:
         return self._reduced[1]
 
     def draws(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether `draw` can sample the tokens behind these chunks: graphs know no adapters."""
+        """Return whether `draw` can sample the tokens behind these chunks: graphs know no adapters, and no pages that
+        rest elsewhere."""
         is_step = all(chunk.num_tokens == 1 + chunk.num_drafted for chunk in chunks)
         is_step = is_step and sum(chunk.num_tokens for chunk in chunks) <= SINGLE_CALL_ROWS
         kvs = [chunk.kv for chunk in chunks]
         if not is_step or self.gpu_program is None or any(kv.adapters for kv in kvs):
+            return False
+        if any(chunk.kv.rests_elsewhere(chunk.end) for chunk in chunks):
             return False
         return self.gpu_program.has_pages(kvs)
 
@@ -434,7 +437,7 @@ class ModelRunner:
                 return None
         for kv in kvs:
             kv.advance(1)
-        if goes_on and step.is_whole:
+        if goes_on and step.is_whole and not any(kv.rests_elsewhere(kv.length + 1) for kv in kvs):
             # Whatever ends that, the next call meets it in its turn: this one's tokens are on their way.
             with suppress(Exception):
                 self._ahead = Ahead.begun(step, self.model.rotaries, kvs, draws, ahead.drawn)

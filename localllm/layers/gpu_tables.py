@@ -154,6 +154,8 @@ class GpuTables:
         self._used = 0
         self._memory = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
         self.views = shape.views(self._memory)
+        self._spilled: dict[int, list[int]] = {}  # of each group and segment: pages that rest elsewhere
+        self._bases: dict[int, int] = {}  # that are in their addresses
 
     @cached_property
     def tokens(self) -> tuple[TokenTables, ...]:
@@ -212,6 +214,15 @@ class GpuTables:
             self._place_states(words, by_sequence(batch.segments))
         self._memory.copy_(memory, non_blocking=memory.is_pinned())  # what is not pinned is copied before this returns
         stage.mark()
+        self._spilled = {group: [each.kv.spilled_pages(group) for each in batch.segments] for group in groups}
+        self._bases.clear()
+
+    def rebase(self, group: int, base: int) -> None:
+        """Let the addresses of pages that rest elsewhere begin at `base`, for what is launched from here on."""
+        added, self._bases[group] = base - self._bases.get(group, 0), base
+        for index, count in enumerate(self._spilled[group]):
+            if count:
+                self.views["pages"][group, index, 1 : 1 + count].add_(added)
 
     def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
         """Write the addresses of a segment's pages of this group."""

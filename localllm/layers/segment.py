@@ -48,7 +48,13 @@ class StateStore(Protocol):
 
 
 class SpilledPages(Protocol):
-    """Brings the pages that rest on the disk, layer by layer."""
+    """Brings the pages that rest elsewhere, layer by layer.
+
+    base: while a layer is held whose pages a GPU uses, what is added to the addresses of those that rest elsewhere.
+    """
+
+    @property
+    def base(self) -> int: ...
 
     @property
     def brings(self) -> bool:
@@ -97,7 +103,10 @@ class KVStore(Protocol):
 
     @property
     def ring(self) -> SpilledPages | None:
-        """Return what brings its pages from the disk; None where all are in memory."""
+        """Return what brings its pages from where they rest; None where all are in memory."""
+
+    def spilled_pages(self, group: int) -> int:
+        """Return how many pages of a group rest elsewhere, behind the first one."""
 
     @property
     def masses(self) -> Masses | None:
@@ -166,8 +175,8 @@ class Segment:
 
 
 def ring_of(segments: Sequence[Segment], layers: Sequence[int], *, can_bring: bool) -> SpilledPages | None:
-    """Begin a forward of these segments through these layers; return what brings their pages from the disk, if any
-    rest there. can_bring: the caller calls `bring`."""
+    """Begin a forward of these segments through these layers; return what brings their pages from where they
+    rest, if any rest elsewhere. can_bring: the caller calls `bring`."""
     spilled = [segment for segment in segments if segment.kv.ring is not None]
     ring = spilled[0].kv.ring if spilled else None
     if ring is not None:

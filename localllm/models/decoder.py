@@ -183,7 +183,7 @@ class Decoder:
         return tuple(block.device for block in self.blocks for body in block.mixers if isinstance(body, Recurrent))
 
     def ring_of(self, batches: Sequence[Batch], *, can_bring: bool = False) -> SpilledPages | None:
-        """Begin a forward; return what brings pages from the disk for its layers, if any rest there. can_bring: see
+        """Begin a forward; return what brings pages for its layers that rest elsewhere, if any do. can_bring: see
         `SpilledPages.begin`."""
         layers = [layer for block in self.blocks for layer in block.attended_layers]
         segments = [segment for batch in batches for segment in batch.segments]

@@ -44,7 +44,7 @@ from localllm.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from localllm.layers.segment import KVStore
 from localllm.layers.short_conv import ShortConv
 from localllm.models.capabilities import has_one_head_shape
-from localllm.models.decoder import Block, Decoder
+from localllm.models.decoder import Block, Decoder, pages_held
 from localllm.models.first_values import first_value_features, first_values_shared
 from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_graphs import Graphs
@@ -163,7 +163,8 @@ class GpuProgram:
     def has_pages(self, kvs: Sequence[KVStore]) -> bool:
         """Return whether keys and values are where they are used: with too little memory on a GPU they are not."""
         homes = kvs[0].homes  # as all have them
-        return all(homes[layer][0] == self.device for layer in self._layers)
+        is_here = all(homes[layer][0] == self.device for layer in self._layers)
+        return is_here and all(kv.ring is None for kv in kvs)
 
     def computes_all(self, kvs: Sequence[KVStore]) -> bool:
         """Return whether every block is for our kernels, with the keys and values where they are."""
@@ -282,7 +283,7 @@ class GpuProgram:
     def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
         decoder, features = self.decoder, first_value_features(self.decoder.config)
         decoder.stream.begin()
-        forwards = []
+        ring, forwards = decoder.ring_of(batches), []
         for batch in batches:
             shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
             tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
@@ -297,9 +298,13 @@ class GpuProgram:
                 if forward.adapters is not None and forward.adapters.changes(EMBED):
                     forward.adapters.add_to_embedding(forward.batch, token_ids, decoder.embed.scale, x)
         for block in decoder.blocks:
-            with decoder.stream.held(block.name):
+            with decoder.stream.held(block.name), pages_held(ring, block):
                 for forward, x in zip(forwards, states, strict=True):
-                    if is_ours(block, self.device, forward.batch.segments[0].kv):
+                    kv = forward.batch.segments[0].kv
+                    if is_ours(block, self.device, kv):
+                        if ring is not None:
+                            for layer in block.attended_layers:
+                                forward.tables.rebase(kv.places[layer][0], ring.base)
                         self._run_ours(block, x, forward)
                     else:
                         x.copy_(self._by_operators(block, x, forward))

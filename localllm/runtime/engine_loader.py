@@ -106,6 +106,7 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     """
     started = time.perf_counter()
     from localllm.cache.page_folder import kv_root
+    from localllm.engine.device import device_name, has_card
     from localllm.engine.engine import Engine
     from localllm.engine.prefix_config import KVReuse
     from localllm.engine.step_types import Limits
@@ -113,7 +114,7 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     config = engine_config(selection.resolved, watcher.noting)
     if not opening.speculates:
         config = replace(config, speculate="off")
-    if selection.private and config.kv_offload != "off":
+    if selection.private and config.kv_offload != "off" and not has_card(device_name(config.device)):
         why = "a private chat stores nothing on the disk, where --kv-offload brings keys and values"
         raise UsageError("--private and --kv-offload cannot go together", why=why, fix=Fix.without("--kv-offload"))
     keeps_pages = opening.keeps_pages and not selection.private and config.cache_disk != 0

@@ -365,7 +365,7 @@ class CardPlacements:
         attention = _sections(amount.ctx) * _STEP_ROWS * shape.section_bytes
         return {
             "context": card.context_bytes,
-            "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * amount.kv_layers // self._num_layers,
+            "kv": self._kv_bytes(amount)[0],
             "states": amount.sequences * shape.recurrent_bytes * amount.kv_layers // self._num_layers,
             "activations": amount.rows * shape.row_bytes + amount.pass_tokens * shape.state_bytes + attention,
             "logits": max(LOGIT_ROWS, 2 * amount.sequences) * shape.logits_bytes,
@@ -379,10 +379,19 @@ class CardPlacements:
         shape, layers = self.shape, self._num_layers - amount.kv_layers
         return {
             "program": self.machine.memory.program_bytes,
-            "kv": shape.kv_bytes(amount.kv_tokens, amount.sequences) * layers // self._num_layers,
+            "kv": self._kv_bytes(amount)[1],
             "states": amount.sequences * shape.recurrent_bytes * layers // self._num_layers,
             "loading": self._loading_bytes,
         }
+
+    def _kv_bytes(self, amount: _Amount) -> tuple[int, int]:
+        """Return the bytes of keys and values on the device and on the host. Of layers whose attention the device
+        computes, those rest on the host that it has no room for, and pass through a ring."""
+        shape, of, here = self.shape, (amount.kv_tokens, amount.sequences), amount.kv_layers
+        spilled, ring = shape.spilled_bytes(*of), shape.kv_ring_bytes(*of)
+        resident = shape.kv_bytes(*of) - ring
+        on_device = resident * here // self._num_layers + (ring if here else 0)
+        return on_device, resident + spilled - resident * here // self._num_layers
 
     def _plan(self, amount: _Amount, choice: _Choice) -> Plan:
         shape, costs = self.shape, self._costs(amount, choice)

@@ -72,14 +72,18 @@ class Costs:
 
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
-        serial_s, disk_s = self._serial_s("step", depth, rows), self._disk_s("step", rows)
-        disk_s += self._pages_s(self.shape.spilled_tokens(rows * depth, rows))
+        serial_s, disk_s, link_s = self._serial_s("step", depth, rows), self._disk_s("step", rows), 0.0
+        pages_s = self._pages_s(self.shape.spilled_bytes(rows * depth, rows))
+        if self.card is None:
+            disk_s += pages_s
+        else:
+            link_s = self._link_s("step", rows) + pages_s
         if not self.work.missed_bytes:
-            return max(serial_s, self._link_s("step"), disk_s)
+            return max(serial_s, link_s, disk_s)
         experts_s = self._experts_s(serial_s, rows)
         if self.card is None:
             return serial_s + self._reading_s(experts_s, disk_s, rows)
-        return max(serial_s + max(0.0, self._missed_s(rows) - experts_s), self._link_s("step", rows))
+        return max(serial_s + max(0.0, self._missed_s(rows) - experts_s), link_s)
 
     def fast_s(self, num_bytes: int) -> float:
         """Return the seconds of a step of one token of a dense model of so many bytes, all in the fastest memory."""
@@ -132,18 +136,19 @@ class Costs:
     def _prompt_seconds(self, num_tokens: int) -> dict[Bound, float]:
         """Return the seconds of a prompt by what it waits for."""
         passes = -(-num_tokens // self.pass_tokens)
-        # Every pass reads what is on the disk by then: half of what is there behind the last one, as a rule.
-        pages_s = passes * self._pages_s(self.shape.spilled_tokens(num_tokens)) / 2
+        # Every pass brings the pages that rest elsewhere by then: half of those behind the last one, as a rule.
+        pages_s = passes * self._pages_s(self.shape.spilled_bytes(num_tokens)) / 2
         if self.card is not None and self.work.host_bytes and num_tokens < self.many_rows:
             return {
                 "memory": self._serial_s("prompt", num_tokens // 2, num_tokens),
-                "link": passes * self._link_s("prompt"),
+                "link": passes * self._link_s("prompt") + pages_s,
                 "disk": passes * self._disk_s("prompt"),
             }
         # However few tokens there are, each matrix is read once by the device and each operator begun.
         compute_s = max(self._compute_s(num_tokens), self._device_s(1))
         passing: dict[Bound, float] = {bound: passes * seconds for bound, seconds in self._passing.items()}
-        return {"compute": compute_s, **passing, "disk": passing["disk"] + pages_s}
+        brought_by: Bound = "disk" if self.card is None else "link"
+        return {"compute": compute_s, **passing, brought_by: passing[brought_by] + pages_s}
 
     def _compute_s(self, num_tokens: int) -> float:
         """Return the seconds of many tokens' products, all on the device where there is one."""
@@ -180,10 +185,13 @@ class Costs:
             flops_per_byte = (shape.block_flops + head.flops) / (shape.block_bytes + head.num_bytes)
         return num_bytes * max(shape.read_share(rows) / matrix_gbs, rows * flops_per_byte / compute_gops) / 1e9
 
-    def _pages_s(self, num_tokens: int) -> float:
-        """Return the seconds in which the disk gives the keys and values of so many tokens."""
-        num_bytes = num_tokens * self.shape.page_bytes_per_token
-        return num_bytes / self.rates.disk_gbs / 1e9 * self.corrections.of(self._term("step", "disk"))
+    def _pages_s(self, num_bytes: int) -> float:
+        """Return the seconds in which so many keys and values come from the disk, or those of a device's layers to
+        it."""
+        if self.card is None:
+            return num_bytes / self.rates.disk_gbs / 1e9 * self.corrections.of(self._term("step", "disk"))
+        copied_bytes = num_bytes * self.work.kv_share
+        return copied_bytes / self.card.link_gbs / 1e9 * self.corrections.of(self._term("step", "link"))
 
     def _missed_s(self, rows: int) -> float:
         """Return the seconds in which the host computes the experts that the device lacks."""

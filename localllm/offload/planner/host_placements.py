@@ -260,7 +260,7 @@ class HostPlacements:
                     "weights": choice.streamed_bytes,
                     "experts": absent_bytes,
                     "embedding": embed.num_bytes - owners["embedding"],
-                    "kv": shape.spilled_tokens(kv_tokens, sequences) * shape.page_bytes_per_token,
+                    "kv": shape.spilled_bytes(kv_tokens, sequences),
                 },
             },
             limits={"ram": machine.memory.ram_bytes},

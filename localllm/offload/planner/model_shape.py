@@ -101,19 +101,22 @@ class ModelShape:
     section_bytes: int = 0  # of one row: the partial result of each program of a GPU's attention
 
     def kv_bytes(self, num_tokens: int, sequences: int = 1) -> int:
-        """Return the memory of so many tokens of all sequences together. Those on the disk pass through a ring that has
-        room for two layers."""
+        """Return the memory of so many tokens of all sequences together. Those that rest elsewhere pass through a ring
+        that has room for two layers."""
         held = min(num_tokens, sequences * self.held_tokens)
-        spilled_bytes = self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
-        return (
-            held * self.kv_bytes_per_token
-            - spilled_bytes
-            + -(-2 * spilled_bytes // self.kv_layers)
-            + sequences * self.kv_bytes_per_sequence
-        )
+        all_bytes = held * self.kv_bytes_per_token + sequences * self.kv_bytes_per_sequence
+        return all_bytes - self.spilled_bytes(num_tokens, sequences) + self.kv_ring_bytes(num_tokens, sequences)
+
+    def kv_ring_bytes(self, num_tokens: int, sequences: int = 1) -> int:
+        """Return the memory of that ring."""
+        return -(-2 * self.spilled_bytes(num_tokens, sequences) // self.kv_layers)
+
+    def spilled_bytes(self, num_tokens: int, sequences: int = 1) -> int:
+        """Return the bytes of those that rest elsewhere."""
+        return self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
 
     def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
-        """Return how many of so many tokens rest on the disk."""
+        """Return how many of so many tokens rest elsewhere: on the disk, of a GPU in the host's memory."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
 
     @property

@@ -19,7 +19,7 @@ from localllm.offload.planner.model_shape import ModelShape
 from localllm.offload.planner.plan import JobShape, Plan, can_be_packed, cap
 
 LEAST_CTX = 128
-LEAST_RESIDENT = 2048  # tokens of a sequence in memory where others are on the disk: a forward writes 512 of them
+LEAST_RESIDENT = 2048  # tokens of a sequence in memory where others rest elsewhere: a forward writes 512 of them
 CHAT_CTX = 2048  # long enough for a conversation; a shorter context is taken only where this one does not fit
 # Where the user names no context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
@@ -30,7 +30,7 @@ class Search:
     """All plans of a model on a machine.
 
     ctx: the context that the user asked for, if any.
-    spills: keys and values may rest on the disk, as few as must.
+    spills: keys and values may rest elsewhere than in the fastest memory, as few as must.
     job: None for one answer, as fast as possible.
     """
 
@@ -150,7 +150,8 @@ class Search:
 
     @cached_property
     def _placements(self) -> HostPlacements | CardPlacements:
-        """All placements; where keys and values may be on the disk, those with as few of them in memory as may be."""
+        """All placements; where keys and values may rest elsewhere, those with as few of them in memory as
+        may be."""
         return self._placements_with(LEAST_RESIDENT if self.spills else self.shape.resident_tokens)
 
     def _placements_with(self, resident_tokens: int | None) -> HostPlacements | CardPlacements:
@@ -180,11 +181,15 @@ class Search:
         return max(plans, key=lambda plan: plan.decode_tok_s)
 
     def _runnable(self, ctx: int, sequences: int, kv_tokens: int) -> Plan | None:
-        """Return the fastest plan; None where nothing fits, or memory is too small to pack the model for it first."""
-        plan = None
+        """Return the plan with the most keys and values in memory that leave all weights where they are fast, or the
+        fastest; None where nothing fits, or memory is too small to pack the model for it first."""
+        plans = []
         for plan in self._plans(ctx, sequences, kv_tokens):
+            plans += [] if plan is None else [plan]
             if plan is not None and plan.is_whole:
                 break
+        else:
+            plan = min(plans, key=lambda each: each.costs.decode_s(ctx // 2, sequences), default=None)
         return plan if plan is not None and can_be_packed(plan, self.machine.memory) else None
 
     def _packed_ram_bytes(self) -> int:
@@ -199,7 +204,7 @@ class Search:
 
     def _spilled_contexts(self) -> list[Fix]:
         """Return the flag by which keys and values of a long context rest on the disk, where it would fit then."""
-        if self.ctx is None or self.spills or self.machine.card is not None:
+        if self.ctx is None or self.spills:
             return []
         spilling = replace(self, shape=replace(self.shape, resident_tokens=None), spills=True)
         fits = spilling._runnable(self.ctx, 1, self.ctx) is not None

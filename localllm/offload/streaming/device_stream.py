@@ -68,13 +68,18 @@ class Lane:
 
     def copy(self, content: Tensor, into: Tensor, after: Any | None) -> Any:
         """Begin a copy once `after` has come; return the event behind it."""
+        return self.copy_all([(content, into)], after)
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any | None) -> Any:
+        """Begin copies, each of a content to its place, once `after` has come; return the event behind the last."""
         with self.module.stream(self.stream):
             if after is not None:
                 self.stream.wait_event(after)
             began = self.mark(self.stream) if self._is_timed else None
-            into.copy_(content, non_blocking=True)
+            for content, into in pairs:
+                into.copy_(content, non_blocking=True)
             arrived = self.mark(self.stream)
-        self._clock.bytes_sent += content.numel()
+        self._clock.bytes_sent += sum(content.numel() for content, _ in pairs)
         if began is not None:
             self._sending.append((began, arrived))
         return arrived

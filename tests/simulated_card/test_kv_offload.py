@@ -1,0 +1,111 @@
+"""Keys and values that a card has no room for rest in the host's memory: the same tokens, however late copies come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from localllm.chat import plan_text
+from localllm.engine.engine import Engine
+from localllm.engine.events import TokenEvent
+from localllm.engine.loader import LoadedModel
+from localllm.engine.request import Request, SamplingParams
+from localllm.engine.runner import ModelRunner
+from localllm.engine.step_types import Chunk
+from localllm.settings import EngineConfig
+from localllm.text.tokenizer import Tokenizer
+from tests.engine_support import answered, generated, steps
+from tests.kv_support import check_pages
+from tests.simulated_card.device import DEVICE, CardConfig
+from tests.simulated_card.streams import SCHEDULES
+from tests.simulated_card.support import blocks
+from tests.test_device_placement import CPU, Packed
+
+LATE = [schedule for schedule in SCHEDULES if schedule != "eager"]
+RESIDENT = 192  # three pages
+LONG = tuple(3 + index * index % 90 for index in range(330))
+WISH = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+
+
+@contextmanager
+def offloading(packed: Packed, placement: str, device=DEVICE, resident: int | None = RESIDENT) -> Iterator[Engine]:
+    with packed.opened(device) as placed:
+        placed.place(blocks(packed, placement), 8)
+        loaded = LoadedModel(placed.decode_model, 640, placed=placed, resident_tokens=resident)
+        engine = Engine(loaded, Tokenizer.load(packed.checkpoint))
+        yield engine
+        engine.residency.kv_pages.close()
+
+
+def texts(engine: Engine) -> list[list[int]]:
+    """A long text, one that goes on behind it, and two at once of which one is short."""
+    first = generated(engine, LONG, 9)
+    longer = (*LONG, *first, *LONG[:70])
+    both = [heard.token_ids for heard in answered(engine, Request(longer, WISH), Request(LONG[:40], WISH))]
+    return [first, *both]
+
+
+@pytest.fixture(scope="module")
+def expected(packed_models):
+    with offloading(packed_models["int8"], "resident", CPU, None) as engine:
+        return texts(engine)
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_no_token_changes_however_late_copies_come(schedule, packed_models, expected, simulated_card):
+    """Nor where the system page-locks no memory for them."""
+    placement, lockable = ("mixed", 0) if schedule == "random" else ("resident", None)
+    config = CardConfig(schedule, lockable_bytes=lockable)
+    with simulated_card(config), offloading(packed_models["int8"], placement) as engine:
+        program = engine.runner.gpu_program
+        assert texts(engine) == expected
+        assert engine.runner.gpu_program is program, "nothing was given up"
+        pages = engine.residency.kv_pages
+        check_pages(pages)
+        assert pages.ring.clock.bytes_sent and not pages.host_bytes and not pages.ring.nbytes
+
+
+def test_blocks_move_beside_pages_that_rest(packed_models, expected, simulated_card):
+    """The host reads them where they are, in layers whose attention it computes by then."""
+    packed, found = packed_models["int8"], list[int]()
+    with simulated_card(CardConfig("random", seed=2)), offloading(packed, "resident") as engine:
+        engine.submit(Request(LONG, replace(WISH, max_tokens=9)))
+        for event in steps(engine):
+            if isinstance(event, TokenEvent):
+                found.append(event.token_id)
+                if len(found) % 3 == 0:
+                    engine.residency.move(blocks(packed, "mixed" if len(found) == 3 else "streamed"))
+        assert found == expected[0] and not engine.residency.kv_pages.host_bytes
+
+
+def test_memory_is_what_the_plan_says(checkpoint_of_card, simulated_card):
+    config = EngineConfig(device="cuda", weights="int8", dtype="fp32", ctx=256, kv_offload=f"keep:{RESIDENT}")
+    with simulated_card(CardConfig()), closing(Engine.load(checkpoint_of_card, config)) as engine:
+        pages, plan, seen = engine.residency.kv_pages, engine.plan, list[tuple[int, int]]()
+        engine.submit(Request(LONG[:250], WISH))
+        for _ in steps(engine):
+            seen.append((pages.nbytes, pages.host_bytes))
+        on_card, on_host = map(max, zip(*seen, strict=True))
+        assert 0 < on_card <= plan.ledger["vram"]["kv"] + 250 * (plan.shape.kv_bytes_per_token + plan.shape.row_bytes)
+        assert on_host == plan.ledger["ram"]["kv"] and not plan.ledger["disk"].get("kv")
+        assert "in memory; behind 256 tokens a step copies" in plan_text.spilled(plan)
+
+
+@pytest.mark.slow
+def test_a_step_has_the_bits_that_it_has_with_all_pages_in_the_cards_memory(packed_models, simulated_card):
+    """By the true kernels, which share a long text out over programs."""
+    found = []
+    with simulated_card(CardConfig("lazy"), "interpreted"):
+        for resident in (None, RESIDENT):
+            with offloading(packed_models["int8"], "resident", resident=resident) as engine:
+                kv, operators = engine.residency.new_kv(len(LONG)), ModelRunner(engine.model)
+                operators.gpu_program = None
+                operators.forward([Chunk(LONG, kv, 326)])
+                rows = [engine.runner.forward([Chunk(LONG, kv, count)]) for count in (1, 3)]
+                found.append((kv.num_spilled, torch.cat(rows).tolist()))
+                kv.close()
+    assert [count for count, _ in found] == [0, 3] and found[0][1] == found[1][1]
