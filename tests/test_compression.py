@@ -8,6 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks import compression, quality
+from benchmarks.measure import known, with_section
 from localllm.chat.compression import Compression, Judge, compressible
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.text.compression import Judged, leaving, without, words_of
@@ -183,3 +185,8 @@ def test_a_question_that_is_known_stays_whole_and_texts_that_are_named(tokenizer
 )
 def test_what_a_message_asks_is_its_end(text: str, question: str) -> None:
     assert compressible(user(text)).question == question
+
+
+def test_the_page_shows_the_results_that_are_committed() -> None:
+    page, tables = quality.PAGE.read_text(encoding="utf-8"), compression.tables(known("compression"))
+    assert with_section(page, compression.BEGIN, compression.END, tables) == page
