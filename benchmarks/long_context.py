@@ -8,16 +8,20 @@ of what an O_DIRECT read of a file reaches in the same round.
 choose: the same memory where a token chooses some pages: only those are read. Of random weights each
 token and head chooses others, so that few are in memory: trained ones look where they have looked.
 attend: steps and attention alone, where a token attends to all pages and where it chooses some (`--attend top:N`).
+reuse: the first token behind eight documents in a new order and a question, all computed, and with the documents taken
+from an earlier prompt (`--reuse chunks`). Each prompt begins with other text, so that nothing of it is a prefix.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,8 +31,10 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import Page
 from localllm.config import user_directories
 from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, Usage
 from localllm.engine.loader import LoadedModel
-from localllm.engine.prefix_config import NO_REUSE
+from localllm.engine.prefix_config import NO_REUSE, KVReuse
+from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Chunk
 from localllm.kernels.cpu_jit import best_isa
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, ChoiceRoom
@@ -45,6 +51,8 @@ from localllm.quant.recipe import RECIPES
 
 NAME, RECIPE = "tinyllama-1.1b", "int4-g64"
 STEPS = 4  # of a round
+DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, HEAD_TOKENS = 8, 512, 30, range(40, 104)
+KEPT_BYTES = 4 << 30  # of pages that the prompts of some twenty rounds leave, 47 MB each
 
 
 def main() -> None:
@@ -70,13 +78,17 @@ def random_decoder() -> Decoder:
 
 
 def engine_of(
-    decoder: Decoder, ctx: int, resident_tokens: int | None = None, chosen_pages: int | None = None
+    decoder: Decoder,
+    ctx: int,
+    resident_tokens: int | None = None,
+    chosen_pages: int | None = None,
+    reuse: KVReuse = NO_REUSE,
 ) -> Engine:
     tokenizer, loaded = (
         word_tokenizer(decoder.config.vocab_size),
         LoadedModel(decoder, ctx, resident_tokens=resident_tokens),
     )
-    return Engine(loaded, tokenizer, kv="int8", reuse=NO_REUSE, chosen_pages=chosen_pages)
+    return Engine(loaded, tokenizer, kv="int8", reuse=reuse, chosen_pages=chosen_pages)
 
 
 @contextmanager
@@ -230,7 +242,44 @@ def attention_s(tape: Tape) -> float:
     return (time.perf_counter() - started) / STEPS
 
 
-PARTS = {"offload": offload, "choose": choose, "attend": attend}
+def reuse(decoder: Decoder, options: Any) -> dict[str, Any]:
+    engine = engine_of(replace(decoder), 8192, reuse=KVReuse(ram_bytes=KEPT_BYTES))
+    documents = [random_ids(decoder, DOCUMENT_TOKENS, number) for number in range(DOCUMENTS)]
+    numbers = itertools.count(DOCUMENTS)
+    usages: dict[str, Usage] = {}
+
+    def first_token_s(kind: Literal["prefix", "chunks"]) -> float:
+        number = next(numbers)
+        choose = random.Random(number)
+        own = random_ids(decoder, choose.choice(HEAD_TOKENS) + QUESTION_TOKENS, number)
+        ids = [*own[QUESTION_TOKENS:], *itertools.chain(*choose.sample(documents, DOCUMENTS)), *own[:QUESTION_TOKENS]]
+        started = time.perf_counter()
+        engine.submit(Request(tuple(ids), SamplingParams(max_tokens=1), reuse=kind))
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, FinishedEvent):
+                    usages[kind] = event.usage
+        return time.perf_counter() - started
+
+    kinds: tuple[Literal["prefix", "chunks"], ...] = ("prefix", "chunks")
+    rounds = interleaved({kind: partial(first_token_s, kind) for kind in kinds}, options.rounds)
+    engine.close()
+    return {
+        "documents": DOCUMENTS,
+        "document_tokens": DOCUMENT_TOKENS,
+        "prompt_tokens": usages["chunks"].prompt_tokens,
+        "reused_tokens": {kind: usage.reused_tokens for kind, usage in usages.items()},
+        "first_token_s": {kind: spread(found) for kind, found in rounds.items()},
+        "of_computed": paired(rounds["chunks"], rounds["prefix"]),
+    }
+
+
+def random_ids(decoder: Decoder, count: int, seed: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(decoder.config.vocab_size) for _ in range(count)]
+
+
+PARTS = {"offload": offload, "choose": choose, "attend": attend, "reuse": reuse}
 
 if __name__ == "__main__":
     main()
