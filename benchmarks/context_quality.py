@@ -56,6 +56,7 @@ SHARES = (8, 4, 2)  # a setting keeps this part of the context
 NAMES = ("Agnes", "Clara", "Edmund", "Helena", "Louise", "Miriam", "Oscar", "Victor", "Walter")
 FACT, CUE, ANSWER = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is", " {}"
 PASSAGE_TOKENS, PASSAGE_CUE = 16, 4
+COLUMNS, PASSAGE_COLUMNS = ("perplexity", "increase", "same top-1"), ("gain of a passage", "change")
 
 Fields = Mapping[str, object]  # of EngineConfig
 
@@ -107,24 +108,26 @@ class Window:
         return [found[number] for number in range(len(self.probes))]
 
 
-def facts(tokenizer: Tokenizer, choose: random.Random) -> tuple[list[list[int]], list[Probe]]:
-    """Return nine needles and their probes. The numbers begin with nine digits."""
-    numbers = [f"{digit}{choose.randrange(10000):04}" for digit in choose.sample(range(1, 10), len(NAMES))]
-    names = choose.sample(NAMES, len(NAMES))
+def facts(tokenizer: Tokenizer, choose: random.Random, count: int = len(NAMES)) -> tuple[list[list[int]], list[Probe]]:
+    """Return so many needles, nine at most, and their probes. The numbers begin with different digits."""
+    numbers = [f"{digit}{choose.randrange(10000):04}" for digit in choose.sample(range(1, 10), count)]
+    names = choose.sample(NAMES, count)
     needles = [tokenizer.encode(FACT.format(*pair)) for pair in zip(names, numbers, strict=True)]
     probes = []
     for name, number in zip(names, numbers, strict=True):
         answers = {each: tokenizer.encode(CUE.format(name) + ANSWER.format(each)) for each in numbers}
         begin = next(n for n, column in enumerate(zip(*answers.values(), strict=False)) if len({*column}) > 1)
         rivals = frozenset(ids[begin] for ids in answers.values())
-        assert len(rivals) == len(NAMES), "the first tokens of the numbers differ"
+        assert len(rivals) == count, "the first tokens of the numbers differ"
         probes.append(Probe(answers[number], begin, len(answers[number]), rivals))
     return needles, probes
 
 
-def passages(text: Sequence[int], choose: random.Random) -> tuple[list[list[int]], list[Probe]]:
-    """Return nine passages of a text as needles, and probes that repeat them."""
-    begins = [choose.randrange(len(text) - PASSAGE_TOKENS) for _ in NAMES]
+def passages(
+    text: Sequence[int], choose: random.Random, count: int = len(NAMES)
+) -> tuple[list[list[int]], list[Probe]]:
+    """Return passages of a text as needles, and probes that repeat them."""
+    begins = [choose.randrange(len(text) - PASSAGE_TOKENS) for _ in range(count)]
     needles = [list(text[begin : begin + PASSAGE_TOKENS]) for begin in begins]
     return needles, [Probe(needle, PASSAGE_CUE, PASSAGE_TOKENS) for needle in needles]
 
@@ -199,9 +202,13 @@ class Reading:
     def of(cls, model: str, ctx: int, fields: Fields, windows: Sequence[Window]) -> Reading:
         config = EngineConfig(**{"ctx": ctx, "speculate": "off", **fields})  # type: ignore[arg-type]
         with closing(Engine.load(model, config, reuse=NO_REUSE)) as engine:
-            began = time.perf_counter()
-            read = forced(engine, windows)
-            seconds = time.perf_counter() - began
+            return cls.by(engine, windows)
+
+    @classmethod
+    def by(cls, engine: Engine, windows: Sequence[Window]) -> Reading:
+        began = time.perf_counter()
+        read = forced(engine, windows)
+        seconds = time.perf_counter() - began
         texts = [each for window, tokens in zip(windows, read, strict=True) for each in tokens[: len(window.text)]]
         scores = [window.scores(tokens) for window, tokens in zip(windows, read, strict=True)]
         surprises = -torch.tensor([each.logprob for each in texts], dtype=torch.float64)
@@ -257,21 +264,22 @@ def _order(run: Run) -> tuple[bool, str, int]:
 
 def _table(run: Run) -> str:
     is_facts = run["probe"] == "facts"
-    asked_for = ["number found", "likeliest of 9", "log-probability"] if is_facts else ["gain of a passage", "change"]
-    head = ["setting", "perplexity", "increase", "same top-1", *asked_for]
-    rows = []
-    for row in run["rows"]:
-        own = [shown(row["setting"]), f"{row['perplexity']:.3f}", increase(row) if row["setting"] else ""]
-        own += [f"{row['top1_percent']:.1f} %" if row["setting"] else ""]
-        if is_facts:
-            own += [f"{100 * row[kind]:.0f} %" for kind in ("found", "likeliest")] + [f"{row['logprob']:.2f}"]
-        else:
-            own += [f"{row['gain']:.3f}"]
-            own += [f"{row['gain_change']:+.3f} (±{row['gain_change_error']:.3f})" if row["setting"] else ""]
-        rows.append(own)
+    asked_for = ["number found", "likeliest of 9", "log-probability"] if is_facts else PASSAGE_COLUMNS
+    head = ["setting", *COLUMNS, *asked_for]
+    rows = [[shown(row["setting"]), *cells(row, is_base=not row["setting"])] for row in run["rows"]]
     about = f"{run['text']}: {run['predicted_tokens']:,} tokens"
     asked = f"{run['needles']} facts; chance: 0 % and 11 %" if is_facts else f"{run['needles']} passages"
     return f"### {run['model']}, {run['ctx']:,} tokens\n\n{about}, {asked}.\n\n{markdown_table(head, rows)}"
+
+
+def cells(row: Run, *, is_base: bool) -> list[str]:
+    """Return what columns show of a row, but for its setting. is_base: the others are compared with it."""
+    own = [f"{row['perplexity']:.3f}", "" if is_base else increase(row)]
+    own += ["" if is_base else f"{row['top1_percent']:.1f} %"]
+    if "gain" not in row:
+        return own + [f"{100 * row[kind]:.0f} %" for kind in ("found", "likeliest")] + [f"{row['logprob']:.2f}"]
+    change = f"{row['gain_change']:+.3f} (±{row['gain_change_error']:.3f})"
+    return [*own, f"{row['gain']:.3f}", "" if is_base else change]
 
 
 def shown(fields: Fields) -> str:

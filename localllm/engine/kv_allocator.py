@@ -103,7 +103,8 @@ class KVAllocator:
                 keys = self.prefix.attach(kv, sequence.token_ids, variant, is_cancelled, takes_moved=takes_moved)
                 sequence.num_cached_tokens = kv.length
                 if takes_moved:
-                    self._mover = self._mover or page_mover(self.prefix, self._residency)
+                    share = self._reuse.computed_share
+                    self._mover = self._mover or page_mover(self.prefix, self._residency, share)
                     sequence.planned = self._mover.plan(sequence.token_ids, kv.length, variant)
                 if sequence.request.explains_miss:
                     sequence.miss = self.prefix.miss(keys, kv.length, sequence.token_ids)

@@ -37,6 +37,7 @@ class KVReuse:
     snapshot_bytes: int | None = None  # of RAM, for recurrent states; None: what the plan has for them
     disk_bytes: int | None = None  # the most that all may take there; None: the usual
     moves: bool = False  # where requests say nothing, documents are taken from any position
+    computed_share: float = COMPUTED_SHARE  # of such a document's tokens, those that are computed at least
     warn: Callable[[str], None] = ignore  # called once, from any thread, with what is wrong with the disk
 
 
@@ -104,7 +105,7 @@ def wanted_reuse(reuse: KVReuse, wanted: EngineConfig, config: ModelConfig) -> K
     return replace(reuse, moves=wanted.reuse == "chunks")
 
 
-def page_mover(prefix: PrefixCache, residency: Residency, share: float = COMPUTED_SHARE) -> PageMover:
+def page_mover(prefix: PrefixCache, residency: Residency, share: float) -> PageMover:
     """Return what fills pages of a model that `require_movable` lets pass."""
     config, rotaries = residency.config, residency.model.rotaries
     frequencies = [

@@ -1,0 +1,198 @@
+"""The loss of documents that are taken from elsewhere (`--reuse chunks`): perplexity and needles behind them.
+
+    python tools/train_tiny.py --tales DIR --write-heldout heldout.txt
+    python -m benchmarks.chunk_quality heldout.txt --of "The Violet Fairy Book" --probe passages
+    python -m benchmarks.chunk_quality wikitext-2/test.txt --of WikiText-2 --model MODEL --ctx 4096 --tokens 512
+
+An earlier prompt has documents, which are pieces of a text, each with a needle at a random place in it. A second prompt
+begins with other text, so that nothing of it is a prefix, and has the same documents in another order. What follows is
+forced on the model: first what comes next in the text behind the last document, whose perplexity this is, then what
+asks for each needle, as in benchmarks.context_quality. The first row computes all of the second prompt; the others take
+the documents from the earlier one, but for a share of their tokens, which is computed anew: at least so many of each.
+
+Windows do not overlap, and all rows read the same. Results are added to results/chunk_quality.json, one entry for each
+model and length of documents, and written to docs/internals/quality.md. Run it on one thread, as `taskset -c 0`: ten
+minutes for all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.context_quality import (
+    COLUMNS,
+    PASSAGE_COLUMNS,
+    PASSAGE_TOKENS,
+    Reading,
+    Window,
+    cells,
+    facts,
+    passages,
+)
+from benchmarks.measure import RESULTS, known, machine, markdown_table, save, write_section
+from benchmarks.quality import PAGE, Run, cut_windows
+from localllm.cache.moved_pages import COMPUTED_SHARE
+from localllm.engine.engine import Engine
+from localllm.engine.events import FinishedEvent, Usage
+from localllm.engine.prefix_config import KVReuse
+from localllm.engine.request import Request, SamplingParams
+from localllm.hub import locate
+from localllm.kernels.kv_page import PAGE_TOKENS
+from localllm.settings import EngineConfig
+from localllm.text.tokenizer import Tokenizer
+
+BEGIN = "<!-- tables: written by `python -m benchmarks.chunk_quality` -->"
+END = "<!-- end of the tables of documents taken from elsewhere -->"
+SHARES = (COMPUTED_SHARE, 0.1, 0.3)
+TOKENS = 49152  # of all windows together
+ROOM = 4 << 30  # bytes, for the pages of all windows
+HEADS = range(PAGE_TOKENS, 2 * PAGE_TOKENS)  # tokens in front of the documents: their places in pages are by chance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved(Window):
+    """source: the earlier prompt. num_taken: the tokens of documents, which could be taken from it."""
+
+    source: Sequence[int]
+    num_taken: int
+
+
+def make_windows(tokenizer: Tokenizer, text: str, probe: str, ctx: int, num_tokens: int, count: int) -> list[Moved]:
+    """Return windows with as many documents of so many tokens as they have room for. Raises ValueError where the text
+    is too short for so many windows."""
+    ids, made = tokenizer.encode(text), []
+    num_text, num_asked = min(256, ctx // 16), {"facts": 32, "passages": PASSAGE_TOKENS}[probe]
+    num_documents = (ctx - num_text - max(HEADS)) // (num_tokens + num_asked)
+    pieces = random.Random(0).sample(cut_windows(ids, num_tokens + num_text, None), count * (num_documents + 1))
+    for number in range(count):
+        choose = random.Random(number)
+        spare, *own = pieces[number::count]
+        make = facts(tokenizer, choose, num_documents) if probe == "facts" else passages(ids, choose, num_documents)
+        needles, probes = make
+        heads = spare[: choose.choice(HEADS)], spare[-choose.choice(HEADS) :]
+        source, prompt, asked = (choose.sample(range(num_documents), num_documents) for _ in range(3))
+        bodies = [piece[len(needle) : num_tokens] for piece, needle in zip(own, needles, strict=True)]
+        full = [with_needle(*each, choose.random()) for each in zip(bodies, needles, strict=True)]
+        for documents in (full, bodies)[: 1 + (probe == "passages")]:
+            texts = [
+                [*head, *chain.from_iterable(documents[each] for each in order)]
+                for head, order in zip(heads, (source, prompt), strict=True)
+            ]
+            behind, taken = own[prompt[-1]][num_tokens:], sum(map(len, documents))
+            made.append(Moved(texts[1], behind, probes, asked, documents is bodies, source=texts[0], num_taken=taken))
+    return made
+
+
+def with_needle(body: Sequence[int], needle: Sequence[int], place: float) -> list[int]:
+    at = int(place * len(body))
+    return [*body[:at], *needle, *body[at:]]
+
+
+def usages(engine: Engine, requests: Sequence[Request]) -> list[Usage]:
+    """Answer all of them; raises what one ended with."""
+    found = {engine.submit(request): Usage() for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, FinishedEvent):
+                if event.error is not None:
+                    raise event.error
+                found[event.request_id] = event.usage
+    return list(found.values())
+
+
+def reading(model: str, ctx: int, windows: Sequence[Moved], share: float | None) -> tuple[Reading, float]:
+    """Return what follows the documents, and which share of them was computed. share: at least; None: all of them."""
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    reuse = KVReuse(ram_bytes=ROOM) if share is None else KVReuse(ram_bytes=ROOM, computed_share=share)
+    config = EngineConfig(ctx=ctx, speculate="off", reuse="prefix" if share is None else "chunks")
+    with closing(Engine.load(model, config, reuse=reuse)) as engine:
+        if share is not None:
+            usages(engine, [Request(tuple(each.source), one, reuse="prefix") for each in windows])
+        found = usages(engine, [Request(tuple(each.prompt), one) for each in windows])
+        reused = sum(each.reused_tokens for each in found) / sum(each.num_taken for each in windows)
+        return Reading.by(engine, windows), 1 - reused
+
+
+def measured(model: str, ctx: int, windows: Sequence[Moved]) -> Iterator[Run]:
+    """Yield a row for all of the prompt computed, and one for each share."""
+    base, computed = reading(model, ctx, windows, None)
+    yield {"share": None, "computed": computed, **base.result(base, windows)}
+    for share in SHARES:
+        own, computed = reading(model, ctx, windows, share)
+        yield {"share": share, "computed": computed, **own.result(base, windows)}
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    runs = sorted(result["runs"].values(), key=lambda run: (run["probe"] == "facts", run["model"], run["tokens"]))
+    return "\n".join(map(_table, runs))
+
+
+def _table(run: Run) -> str:
+    is_facts, number = run["probe"] == "facts", run["documents"]
+    asked_for = ["number found", f"likeliest of {number}", "log-probability"] if is_facts else PASSAGE_COLUMNS
+    rows = []
+    for row in run["rows"]:
+        share = "all of it" if row["share"] is None else f"{row['share']:g}"
+        rows.append([share, f"{100 * row['computed']:.0f} %", *cells(row, is_base=row["share"] is None)])
+    head = ["share, at least", "computed", *COLUMNS, *asked_for]
+    about = f"{run['text']}: {run['predicted_tokens']:,} tokens behind {number} documents of {run['tokens']}"
+    asked = (
+        f"{run['needles']} facts; chance: 0 % and {100 / number:.0f} %" if is_facts else f"{run['needles']} passages"
+    )
+    return f"### {run['model']}, documents of {run['tokens']}\n\n{about}, {asked}.\n\n{markdown_table(head, rows)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
+    parser.add_argument("--of", help="the text's name (default: the file's)")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--ctx", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=192, help="of a document")
+    parser.add_argument("--probe", choices=("facts", "passages"), default="facts")
+    parser.add_argument("--windows", type=int, help=f"(default: as many as have {TOKENS:,} tokens)")
+    parser.add_argument("--quick", action="store_true", help="one window, and nothing is written")
+    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    options = parser.parse_args()
+    result = known("chunk_quality", options.save) or {"schema_version": 1, "runs": {}}
+    if options.text:
+        run = _run(options)
+        result["runs"][f"{run['model']} {run['ctx']} {run['tokens']}"] = run
+        if not options.quick:
+            save("chunk_quality", result | {"machine": machine()}, options.save)
+    print(tables(result))
+    if not options.quick and options.save == RESULTS:
+        write_section(PAGE, BEGIN, END, tables(result))
+
+
+def _run(options: argparse.Namespace) -> Run:
+    files, text = locate(options.model), options.text.read_text(encoding="utf-8")
+    count = 1 if options.quick else options.windows or max(TOKENS // options.ctx, 1)
+    tokenizer = Tokenizer.load(files.directory)
+    windows = make_windows(tokenizer, text, options.probe, options.ctx, options.tokens, count)
+    rows = []
+    for row in measured(options.model, options.ctx, windows):
+        rows.append(row)
+        print({key: value for key, value in row.items() if key != "by_depth"}, flush=True)
+    return {
+        "model": Path(files.name).name.removesuffix(".gguf"),
+        "text": options.of or options.text.stem,
+        "ctx": options.ctx,
+        "tokens": options.tokens,
+        "documents": len(windows[0].probes),
+        "probe": options.probe,
+        "predicted_tokens": sum(len(window.text) for window in windows),
+        "needles": sum(len(window.probes) for window in windows if not window.is_control),
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
