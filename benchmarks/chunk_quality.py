@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.context_quality import (
     COLUMNS,
+    NAMES,
     PASSAGE_COLUMNS,
     PASSAGE_TOKENS,
     Reading,
@@ -65,17 +66,20 @@ class Moved(Window):
 
 
 def make_windows(tokenizer: Tokenizer, text: str, probe: str, ctx: int, num_tokens: int, count: int) -> list[Moved]:
-    """Return windows with as many documents of so many tokens as they have room for. Raises ValueError where the text
-    is too short for so many windows."""
+    """Return windows with as many documents of so many tokens as they have room for, nine at most.
+
+    Raises ValueError where the text is too short for so many windows.
+    """
     ids, made = tokenizer.encode(text), []
     num_text, num_asked = min(256, ctx // 16), {"facts": 32, "passages": PASSAGE_TOKENS}[probe]
-    num_documents = (ctx - num_text - max(HEADS)) // (num_tokens + num_asked)
+    num_documents = min((ctx - num_text - max(HEADS)) // (num_tokens + num_asked), len(NAMES))
     pieces = random.Random(0).sample(cut_windows(ids, num_tokens + num_text, None), count * (num_documents + 1))
     for number in range(count):
         choose = random.Random(number)
         spare, *own = pieces[number::count]
-        make = facts(tokenizer, choose, num_documents) if probe == "facts" else passages(ids, choose, num_documents)
-        needles, probes = make
+        needles, probes = (
+            facts(tokenizer, choose, num_documents) if probe == "facts" else passages(ids, choose, num_documents)
+        )
         heads = spare[: choose.choice(HEADS)], spare[-choose.choice(HEADS) :]
         source, prompt, asked = (choose.sample(range(num_documents), num_documents) for _ in range(3))
         bodies = [piece[len(needle) : num_tokens] for piece, needle in zip(own, needles, strict=True)]
