@@ -70,7 +70,7 @@ def test_statistics_go_to_stderr(model: Path) -> None:
 def test_statistics_share_out_the_time_of_the_steps_and_name_the_copying_beside_it() -> None:
     split = StepSplit(compute_s=2.0, wait_s=7.0, sample_s=1.0, copy_s=8.0, copied_bytes=16_000_000_000)
     finished = FinishedEvent(0, "stop", Usage(), Timings(split=split))
-    shares = "20% computing, 10% sampling, 70% waiting for blocks, meanwhile 80% reading and copying blocks (16.0 GB"
+    shares = "20% computing, 10% sampling, 70% waiting for blocks, meanwhile 80% reading and copying (16.0 GB"
     assert shares in statistics(Answer(0, finished=finished))
 
 

@@ -54,8 +54,9 @@ class DiskReads:
     def __init__(self) -> None:
         self.clock = StreamClock()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="pages")
-        self._reads: list[list[Future[None]]] = [[] for _ in range(PLACES)]
-        self._num_bytes = [0] * PLACES
+        self._reads: list[list[Future[float]]] = [[] for _ in range(PLACES)]
+        self._num_bytes, self._begun = [0] * PLACES, [0.0] * PLACES
+        self._read_until = 0.0  # as `time.perf_counter` has it
 
     def room(self, num_bytes: int) -> Tensor:
         return host_buffer(-(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
@@ -66,9 +67,9 @@ class DiskReads:
     def bring(self, place: int, store: ExtentStore, row: int, extents: Sequence[Extent], into: Tensor) -> None:
         assert isinstance(store, SpillFile)
         memory = into.numpy().data
-        self._num_bytes[place] = len(extents) * store.part_bytes
+        self._num_bytes[place], self._begun[place] = len(extents) * store.part_bytes, time.perf_counter()
         self._reads[place] = [
-            self._readers.submit(store.read, begin, memory[at : at + count])
+            self._readers.submit(self._read, store, begin, memory[at : at + count])
             for begin, at, count in store.pieces(row, extents)
         ]
 
@@ -78,6 +79,15 @@ class DiskReads:
             read.result()
         self.clock.wait_s += time.perf_counter() - started
         self.clock.bytes_read += self._num_bytes[place]
+        ended = max((read.result() for read in self._reads[place]), default=0.0)
+        self.clock.reading_s += max(0.0, ended - max(self._begun[place], self._read_until))
+        self._read_until = max(self._read_until, ended)
+
+    @staticmethod
+    def _read(store: SpillFile, begin: int, into: memoryview) -> float:
+        """Return when it has ended."""
+        store.read(begin, into)
+        return time.perf_counter()
 
     def release(self, place: int) -> None:
         self._reads[place] = []

@@ -82,6 +82,7 @@ class PageSlots:
         self._slots[row, missing], self._used[slots] = slots, self._now
         self._held[slots] = numpy.stack((numpy.full(len(missing), row), missing), axis=1)
         self._clock.wait_s += time.perf_counter() - started
+        self._clock.reading_s += time.perf_counter() - started
         self._clock.bytes_read += len(missing) * file.layer_bytes
 
     def _grow(self, wanted: int) -> None:

@@ -229,7 +229,9 @@ class PagedKV:
         pairs = zip(self.tables, unseen, strict=True)
         full = [[None if n in gone else page for n, page in enumerate(table[:number])] for table, gone in pairs]
         other = PagedKV(self.pages, capacity, full)
-        other.adapters, other.exact_tokens, other.attend_from = self.adapters, self.exact_tokens, self.attend_from
+        other.adapters, other.attend_from = self.adapters, self.attend_from
+        if self.exact_tokens < self.capacity:
+            other.exact_tokens = self.exact_tokens
         other._left = set(self._left)
         other.moved = set(self.moved)
         other.extents = {index: self.pages.stores[index].share(own) for index, own in self.extents.items()}

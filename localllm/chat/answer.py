@@ -193,7 +193,7 @@ def _spent(split: StepSplit) -> str:
     parts = [f"{share / total_s:.0%} {name}" for name, share in shares.items() if share >= 0.005 * total_s]
     if split.copied_bytes:
         rate = f"{split.copied_bytes / 1e9:.1f} GB at {split.copied_bytes / max(split.copy_s, 1e-9) / 1e9:.1f} GB/s"
-        parts.append(f"meanwhile {split.copy_s / total_s:.0%} reading and copying blocks ({rate})")
+        parts.append(f"meanwhile {split.copy_s / total_s:.0%} reading and copying ({rate})")
     return ", ".join(parts)
 
 

@@ -87,7 +87,18 @@ def read_from_disk(plan: Plan) -> str:
     return f"about {format_bytes(plan.streamed_bytes)} of experts are read for each token"
 
 
-def spilled(plan: Plan) -> str:
+def long_texts(plan: Plan) -> str:
+    """Return what becomes of keys and values of a long text, and what a token attends to; "" where all stay and are
+    read."""
+    shape, kept = plan.shape, ""
+    if shape.held_tokens < plan.ctx:
+        kept = f"keys and values of {shape.held_tokens:,} tokens at most are in memory; earlier ones leave"
+    if shape.chosen_tokens is not None and shape.chosen_tokens < plan.ctx:
+        kept = f"a token of an answer attends to {shape.chosen_tokens:,} tokens at most in each layer and key head"
+    return "; ".join(filter(None, (_spilled(plan), kept)))
+
+
+def _spilled(plan: Plan) -> str:
     """Return how keys and values are shared out between the fastest memory and what is below it; "" where all are where
     they are used."""
     shape, resident = plan.shape, plan.shape.resident_tokens
@@ -96,11 +107,11 @@ def spilled(plan: Plan) -> str:
     if resident is None or not brought:
         return ""
     near, below, brings = ("on the GPU", "in memory", "copies") if on_card else ("in memory", "on the disk", "reads")
+    rest = f"keys and values of {resident:,} tokens are {near}, those before them {below}"
+    if shape.chosen_tokens is not None:
+        return f"{rest}, {format_bytes(brought)} behind {plan.ctx:,} tokens, of which a step {brings} what is chosen"
     step = short_duration(plan.costs.decode_s(plan.ctx, plan.sequences))
-    return (
-        f"keys and values of {resident:,} tokens are {near}, those before them {below}; behind {plan.ctx:,} "
-        f"tokens a step {brings} {format_bytes(brought)} and takes about {step}"
-    )
+    return f"{rest}; behind {plan.ctx:,} tokens a step {brings} {format_bytes(brought)} and takes about {step}"
 
 
 def mixture(shape: ModelShape) -> str:

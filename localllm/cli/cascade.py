@@ -73,7 +73,11 @@ class CascadeFlags:
         """
         if model is not None:
             what, why = f"--cascade and the model {model[:80]!r} cannot go together", "a cascade names its models"
-            raise UsageError(what, why=why, fix=f"-p {shlex.quote(model)}, where that is the prompt")
+            raise UsageError(
+                what,
+                why=why,
+                fix=f"leave {model[:80]!r} out, or write -p {shlex.quote(model)[:80]} where it is the prompt",
+            )
         found: dict[Path, Selection] = {}
         for name in self.names:
             selection = select(name)

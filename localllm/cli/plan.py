@@ -226,7 +226,8 @@ def _show(output: Output, planned: Planned) -> None:
     _show_map(output, plan)
     rate, wait = planned.decode_tok_s, planned.ttft_s
     together = f" of {plan.sequences} sequences together" if plan.sequences > 1 else ""
-    output.line(f"decode       {plan_text.band(rate)} tok/s{together}, bound by {plan_text.bound(plan)}")
+    behind = f" behind {plan.prompt_tokens} tokens" if plan_text.long_texts(plan) else ""
+    output.line(f"decode       {plan_text.band(rate)} tok/s{behind}{together}, bound by {plan_text.bound(plan)}")
     output.line(f"first token  {plan_text.duration(wait)}, after a prompt of {plan.prompt_tokens} tokens")
     for number, found in enumerate(planned.speculation):
         output.line(f"{'drafts' if number == 0 else '':<11}  {plan_text.drafting(found)}")
@@ -249,8 +250,8 @@ def _show_ledger(output: Output, plan: Plan) -> None:
             output.line(f"  {owner:<11}{format_bytes(count):>10}  {bar}")
     if plan.streamed_bytes:
         output.line(f"disk         {plan_text.read_from_disk(plan)}")
-    if spilled := plan_text.spilled(plan):
-        output.line(f"long texts   {spilled}")
+    if long_texts := plan_text.long_texts(plan):
+        output.line(f"long texts   {long_texts}")
     if plan.experts:
         parts = filter(None, (plan_text.experts_in_memory(plan.experts), plan_text.expected_hits(plan)))
         output.line(f"experts      {'; '.join(parts)}")

@@ -103,6 +103,7 @@ class KVAllocator:
                 keys = self.prefix.attach(kv, sequence.token_ids, variant, is_cancelled, takes_moved=takes_moved)
                 sequence.num_cached_tokens = kv.length
                 if takes_moved:
+                    sequence.num_moved_tokens = PAGE_TOKENS * len(kv.moved)  # of earlier prompts of this kind
                     share = self._reuse.computed_share
                     self._mover = self._mover or page_mover(self.prefix, self._residency, share)
                     sequence.planned = self._mover.plan(sequence.token_ids, kv.length, variant)

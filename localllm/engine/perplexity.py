@@ -14,6 +14,7 @@ from localllm.engine.events import ignore
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk, StepCancelledError
 from localllm.errors import UsageError
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.models.load import Progress
 
 CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabulary of 150,000
@@ -51,13 +52,14 @@ def perplexity(
     surprise, predicted = 0.0, 0
     with closing(new_kv(min(ctx, len(token_ids)))) as kv:
         kv.attend_from = 0  # where tokens of an answer choose their pages, all of a window do
+        count = CHUNK_TOKENS if kv.masses is None else PAGE_TOKENS  # behind each page one may leave
         for begin in range(0, len(token_ids) - 1, ctx):
             window = list(token_ids[begin : begin + ctx])
             kv.trim(0)
             of_window = 0.0
             while kv.length < len(window):
                 first = kv.length
-                chunk = Chunk(window, kv, min(CHUNK_TOKENS, len(window) - first), all_logits=True)
+                chunk = Chunk(window, kv, min(count, len(window) - first), all_logits=True)
                 try:
                     of_window += _surprise(runner, chunk, window[first + 1 : first + chunk.num_tokens + 1])
                 except StepCancelledError:  # kernels of a GPU failed within a hybrid: nothing of the window is left

@@ -27,6 +27,7 @@ from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.layouts import DTYPE_NAMES, ITEM_BYTES, BF12Layout, NF4Layout, Sizes
 from localllm.settings import EngineConfig
 
+TO_CPU = Fix.flag("--device", "cpu")
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
 # What a process holds without model and tokenizer when it computes, the same for every command that asks: run, chat and
@@ -214,13 +215,14 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
         )
 
 
-def require_choice(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
-    """Raise UsageError where tokens of an answer shall choose the pages that they attend to, and cannot."""
+def require_choice(config: ModelConfig, wanted: EngineConfig, device: str, to_cpu: Fix = TO_CPU) -> None:
+    """Raise UsageError where tokens of an answer shall choose the pages that they attend to, and cannot. to_cpu: the
+    flag by which a CPU computes."""
     if wanted.chosen_pages is None:
         return
     why, fix = "", Fix.flag("--attend", "all")
     if device != "cpu":
-        why, fix = "a GPU's kernels attend to all pages; those of a CPU choose", Fix.flag("--device", "cpu")
+        why, fix = "a GPU's kernels attend to all pages; those of a CPU choose", to_cpu
     elif config.latents:
         why = (
             "its layers keep latents, which are keys of all heads at once: no bound of them tells one head's best pages"
@@ -242,8 +244,8 @@ def held_tokens(config: ModelConfig, kv_evict: str) -> int | None:
     return PAGE_TOKENS * max(most_pages(window, eviction) or 0 for window in config.windows)
 
 
-def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
-    """Raise UsageError where keys and values cannot leave as asked."""
+def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str, to_cpu: Fix = TO_CPU) -> None:
+    """Raise UsageError where keys and values cannot leave as asked. to_cpu: as `require_choice` has it."""
     eviction, off = Eviction.of(wanted.kv_evict), Fix.flag("--kv-evict", "off")
     if eviction is None:
         return
@@ -266,7 +268,7 @@ def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str) -> 
         raise UsageError(f"{what} with --attend {wanted.attend}", why=why, fix=[Fix.flag("--attend", "all"), off])
     if device != "cpu":
         why = "kernels of a GPU read all pages of a sequence"
-        raise UsageError(f"{what} on {device}", why=why, fix=[Fix.flag("--device", "cpu"), off])
+        raise UsageError(f"{what} on {device}", why=why, fix=[to_cpu, off])
     if eviction.kind == "heavy" and config.latents:
         why = "latent attention does not tell how much of it a page gets"
         raise UsageError(what + " with this model", why=why, fix=Fix.flag("--kv-evict", f"sinks:{eviction.tokens}"))

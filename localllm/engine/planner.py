@@ -14,6 +14,7 @@ from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
 from localllm.engine.placement import (
     BATCH_ROWS,
+    TO_CPU,
     held_tokens,
     model_shape,
     process_memory,
@@ -24,6 +25,7 @@ from localllm.engine.placement import (
     with_choice,
 )
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
+from localllm.errors import Fix
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
@@ -128,8 +130,9 @@ class ModelPlanner:
         device = device_name(wanted.device) if other is None else other.device
         require_card(device, wanted.vram)
         require_context(config, wanted.ctx)
-        require_choice(config, wanted, device)
-        require_eviction(config, wanted, device)
+        to_cpu = TO_CPU if other is None else Fix.flag("--gpu", "none")
+        require_choice(config, wanted, device, to_cpu)
+        require_eviction(config, wanted, device, to_cpu)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
         dtype = dtype_name(named, device) if other is None else other.dtype_name(named)
