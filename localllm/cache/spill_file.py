@@ -58,8 +58,10 @@ class SpillFile(ExtentStore):
                 for number, page in enumerate(pages):
                     part[number * self.stride :][: self.layer_bytes] = page.layer(row)
                 self._write(self._begin(row, slot), part.numpy().data)
-        except OSError as error:
+        except BaseException as error:
             self._free.append(slot)
+            if not isinstance(error, OSError):
+                raise
             num_bytes = self.num_layers * self.part_bytes
             what = f"{num_bytes / 1e6:.1f} MB of keys and values cannot be written to {self._directory}"
             fix = "make room there, or drop --kv-offload"
