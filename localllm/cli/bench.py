@@ -198,7 +198,9 @@ def _measure(
         from localllm.hub.packed import packed_root
 
         assert cli.resolved is not None
-        config = replace(engine_config(cli.resolved, line.interject), ctx=workload.ctx, speculate="off")
+        config = engine_config(cli.resolved, line.interject)
+        # What it does not take counts as off where a file or a variable has it.
+        config = replace(config, ctx=workload.ctx, speculate="off", kv_offload="off", kv_evict="off")
         device = choose_device(config.device)
         return run_benchmark(lambda: load(config), workload, device=device, disk=packed_root(), notify=notify)
 
