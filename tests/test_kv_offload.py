@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 
 from localllm.cache.kv_format import KV_FORMATS
 from localllm.cache.spill_file import SpillFile
+from localllm.engine import planner
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
+from localllm.engine.kv_allocator import tokens_needed
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError
+from localllm.offload.planner.machine import Memory
 from localllm.settings import EngineConfig
-from tests.cli_support import run_cli
+from tests.cli_support import run_cli, write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
 
 RESIDENT, CTX = 256, 1024
@@ -157,6 +162,34 @@ def test_what_it_cannot_do_is_refused():
     assert private.code == 2 and "stores nothing on the disk" in private.err
     idle = run_cli("plan", "rwkv7-1.5b", "--kv-offload", "auto")
     assert idle.code == 2 and "--kv-offload has no effect" in idle.err
+
+
+def test_a_model_of_windows_alone_is_refused(tmp_path):
+    write_checkpoint(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=32)
+    idle = run_cli("run", tmp_path, "-p", "the fox", "--kv-offload", "auto")
+    assert idle.code == 2 and "--kv-offload has no effect" in idle.err
+
+
+def test_a_plan_of_later_keeps_as_many_in_memory_as_pages_were_made_for(monkeypatch):
+    monkeypatch.setattr("localllm.offload.planner.search.LEAST_RESIDENT", 128)
+    with closing(engine(offload="auto")) as loaded:
+        plan = loaded.current_plan
+        assert plan is not None and loaded.residency.kv_pages.ring is None
+        ram = plan.ledger["ram"]
+        ram_bytes = ram["program"] + ram["weights"] + ram["kv"]
+        monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(ram_bytes, ram["program"], ram_bytes))
+        assert loaded.planned(CTX).shape.resident_tokens is None
+
+
+def test_short_texts_side_by_side_take_no_more_memory_than_the_plan_has(offloading):
+    plan = offloading.current_plan
+    assert plan is not None
+    full = replace(plan, limits={"ram": plan.total_bytes("ram")})
+    limits = Limits().within(full)
+    room = limits.kv_tokens * plan.shape.kv_bytes_per_token
+    assert room <= plan.ledger["ram"]["kv"] + plan.shape.kv_bytes_per_token
+    longest = Request(prompt(1, 900), SamplingParams(max_tokens=CTX - 900))
+    assert limits.kv_tokens // 2 < tokens_needed(longest, CTX, limits) <= limits.kv_tokens
 
 
 def test_a_plan_keeps_as_many_in_memory_as_there_is_room_for_and_says_what_a_step_reads():
