@@ -54,7 +54,10 @@ def test_what_cannot_be_honoured_is_refused(server: Running, more: Json, param: 
 
 
 def test_a_judge_that_is_not_here_is_named(server: Running) -> None:
-    error = server.error(PATH, {**ASKED, "compress": 0.5, "compress_with": "nobody"}, 404)
+    asked = {"compress": 0.5, "compress_with": "nobody"}
+    error = server.error(PATH, {**ASKED, **asked}, 404)
+    nothing_leaves = [{"role": "user", "content": QUESTION}]
+    assert server.error(PATH, {"messages": nothing_leaves, **asked}, 404) == error
     assert "'nobody' is not served here" in error["message"] and "judge of 'compress'" in error["message"]
 
 
