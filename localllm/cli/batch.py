@@ -169,6 +169,8 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
         "weights": _SAME_NUMBERS.get(engine.weights, engine.weights),
         "dtype": str(engine.model.dtype),
         "kv": engine.kv_format.name,
+        "attend": selection.settings.attend,
+        "kv_evict": selection.settings.kv_evict,
         "device": engine.model.device.type,
         "ctx": selection.settings.ctx,
         "think": selection.settings.think,

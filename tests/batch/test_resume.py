@@ -153,6 +153,8 @@ def test_fresh_computes_all_of_it(model: Path, unfinished: Path) -> None:
         ["--temperature", "0.5"],
         ["--dtype", "fp32"],
         ["-s", "be brief"],
+        ["--kv-evict", "sinks:64"],
+        pytest.param(["--attend", "top:1"], marks=pytest.mark.slow),
         pytest.param(["--ctx", "100"], marks=pytest.mark.slow),
         pytest.param(["--raw"], marks=pytest.mark.slow),
     ],
