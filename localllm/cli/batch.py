@@ -171,6 +171,7 @@ def _job_key(selection: Selection, rules: LineRules, prompts: Prompts, engine: E
         "kv": engine.kv_format.name,
         "attend": selection.settings.attend,
         "kv_evict": selection.settings.kv_evict,
+        "reuse": selection.settings.reuse,
         "device": engine.model.device.type,
         "ctx": selection.settings.ctx,
         "think": selection.settings.think,

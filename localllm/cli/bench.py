@@ -200,7 +200,8 @@ def _measure(
         assert cli.resolved is not None
         config = engine_config(cli.resolved, line.interject)
         # What it does not take counts as off where a file or a variable has it.
-        config = replace(config, ctx=workload.ctx, speculate="off", kv_offload="off", kv_evict="off")
+        off = replace(config, speculate="off", kv_offload="off", kv_evict="off", reuse="prefix")
+        config = replace(off, ctx=workload.ctx)
         device = choose_device(config.device)
         return run_benchmark(lambda: load(config), workload, device=device, disk=packed_root(), notify=notify)
 

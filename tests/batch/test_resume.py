@@ -155,6 +155,7 @@ def test_fresh_computes_all_of_it(model: Path, unfinished: Path) -> None:
         ["-s", "be brief"],
         ["--kv-evict", "sinks:64"],
         pytest.param(["--attend", "top:1"], marks=pytest.mark.slow),
+        pytest.param(["--reuse", "chunks"], marks=pytest.mark.slow),
         pytest.param(["--ctx", "100"], marks=pytest.mark.slow),
         pytest.param(["--raw"], marks=pytest.mark.slow),
     ],
