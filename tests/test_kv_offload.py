@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -10,10 +12,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.pages import HOST, Ferry, PagePool
 from localllm.cache.spill_file import SpillFile
 from localllm.engine import planner
 from localllm.engine.engine import Engine
@@ -22,7 +26,9 @@ from localllm.engine.kv_allocator import tokens_needed
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError
+from localllm.kernels.sizes import KVShape
 from localllm.offload.planner.machine import Memory
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli, write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
@@ -149,6 +155,44 @@ def test_a_disk_that_gives_nothing_back_ends_the_answer_and_the_next_one_is_righ
             ended = event
     assert ended is not None and "cannot be read back" in str(getattr(ended, "error", ""))
     assert tuple(generated(offloading, prompt(6, 700), 8)) == expected(6, 700, 8)
+
+
+class _Failing:
+    """Reads of the kernel of which two come to nothing, the later one last."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[int, ...]] = []
+
+    def begin(self, reads: list[tuple[int, ...]]) -> int:
+        self.under_way += reads
+        return len(reads)
+
+    def ended(self, _timeout_s: float) -> list[tuple[int, int]]:
+        key, descriptor, begin, address, num_bytes = self.under_way.pop(0)
+        if begin // num_bytes in (2, 5):
+            return [(key, -errno.EIO)]
+        into = (ctypes.c_char * num_bytes).from_address(address)
+        return [(key, os.preadv(descriptor, [into], begin))]
+
+    def close(self) -> None:
+        pass
+
+
+def test_of_reads_that_fail_all_are_done_in_another_way(tmp_path, monkeypatch):
+    layout = KV_FORMATS["bf16"].layouts(KVShape(2, 32), torch.float32)[0]
+    pool = PagePool(layout, [HOST], Ferry())
+    pool.reserve(8)
+    pages = [pool.take() for _ in range(8)]
+    for number, page in enumerate(pages):
+        page.layer(0).fill_(number + 1)
+    with closing(SpillFile(tmp_path, layout, 1, 8, by_page=True)) as file:
+        file.write(pages)
+        monkeypatch.setattr(file, "_kernel", _Failing())
+        if file._direct is None:
+            file._direct = os.dup(file._plain)
+        found = host_buffer(8 * file.stride).view(8, file.stride)
+        file.read_pages(0, range(8), [row.data_ptr() for row in found])
+    assert found[:, 0].tolist() == [*range(1, 9)]
 
 
 def _broken(*_: object) -> None:
