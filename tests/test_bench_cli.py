@@ -128,6 +128,13 @@ def test_a_cap_from_the_settings_is_said_not_to_apply_to_random_weights(
     assert outcome.code == 0 and "do not apply to random weights" in outcome.err
 
 
+def test_what_the_settings_say_of_long_texts_is_not_measured(
+    shape_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_KV_EVICT", "heavy:64")  # which is too little, and would be refused
+    assert bench(shape_folder, *QUICK, "--rounds", "1").code == 0
+
+
 def test_an_installed_model_is_measured_as_it_runs(shape_folder: Path) -> None:
     outcome = bench(shape_folder, "--weights", "bf16", *QUICK, "--json")
     assert outcome.code == 0, outcome.err

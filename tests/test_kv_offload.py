@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.pages import HOST, Ferry, PagePool
 from localllm.cache.spill_file import SpillFile
+from localllm.engine import planner
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
+from localllm.engine.kv_allocator import tokens_needed
 from localllm.engine.request import Request, SamplingParams
+from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError
+from localllm.kernels.sizes import KVShape
+from localllm.offload.planner.machine import Memory
+from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.settings import EngineConfig
-from tests.cli_support import run_cli
+from tests.cli_support import run_cli, write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
 
 RESIDENT, CTX = 256, 1024
@@ -146,6 +157,44 @@ def test_a_disk_that_gives_nothing_back_ends_the_answer_and_the_next_one_is_righ
     assert tuple(generated(offloading, prompt(6, 700), 8)) == expected(6, 700, 8)
 
 
+class _Failing:
+    """Reads of the kernel of which two come to nothing, the later one last."""
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[int, ...]] = []
+
+    def begin(self, reads: list[tuple[int, ...]]) -> int:
+        self.under_way += reads
+        return len(reads)
+
+    def ended(self, _timeout_s: float) -> list[tuple[int, int]]:
+        key, descriptor, begin, address, num_bytes = self.under_way.pop(0)
+        if begin // num_bytes in (2, 5):
+            return [(key, -errno.EIO)]
+        into = (ctypes.c_char * num_bytes).from_address(address)
+        return [(key, os.preadv(descriptor, [into], begin))]
+
+    def close(self) -> None:
+        pass
+
+
+def test_of_reads_that_fail_all_are_done_in_another_way(tmp_path, monkeypatch):
+    layout = KV_FORMATS["bf16"].layouts(KVShape(2, 32), torch.float32)[0]
+    pool = PagePool(layout, [HOST], Ferry())
+    pool.reserve(8)
+    pages = [pool.take() for _ in range(8)]
+    for number, page in enumerate(pages):
+        page.layer(0).fill_(number + 1)
+    with closing(SpillFile(tmp_path, layout, 1, 8, by_page=True)) as file:
+        file.write(pages)
+        monkeypatch.setattr(file, "_kernel", _Failing())
+        if file._direct is None:
+            file._direct = os.dup(file._plain)
+        found = host_buffer(8 * file.stride).view(8, file.stride)
+        file.read_pages(0, range(8), [row.data_ptr() for row in found])
+    assert found[:, 0].tolist() == [*range(1, 9)]
+
+
 def _broken(*_: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
@@ -157,6 +206,34 @@ def test_what_it_cannot_do_is_refused():
     assert private.code == 2 and "stores nothing on the disk" in private.err
     idle = run_cli("plan", "rwkv7-1.5b", "--kv-offload", "auto")
     assert idle.code == 2 and "--kv-offload has no effect" in idle.err
+
+
+def test_a_model_of_windows_alone_is_refused(tmp_path):
+    write_checkpoint(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=32)
+    idle = run_cli("run", tmp_path, "-p", "the fox", "--kv-offload", "auto")
+    assert idle.code == 2 and "--kv-offload has no effect" in idle.err
+
+
+def test_a_plan_of_later_keeps_as_many_in_memory_as_pages_were_made_for(monkeypatch):
+    monkeypatch.setattr("localllm.offload.planner.search.LEAST_RESIDENT", 128)
+    with closing(engine(offload="auto")) as loaded:
+        plan = loaded.current_plan
+        assert plan is not None and loaded.residency.kv_pages.ring is None
+        ram = plan.ledger["ram"]
+        ram_bytes = ram["program"] + ram["weights"] + ram["kv"]
+        monkeypatch.setattr(planner, "process_memory", lambda *_, **__: Memory(ram_bytes, ram["program"], ram_bytes))
+        assert loaded.planned(CTX).shape.resident_tokens is None
+
+
+def test_short_texts_side_by_side_take_no_more_memory_than_the_plan_has(offloading):
+    plan = offloading.current_plan
+    assert plan is not None
+    full = replace(plan, limits={"ram": plan.total_bytes("ram")})
+    limits = Limits().within(full)
+    room = limits.kv_tokens * plan.shape.kv_bytes_per_token
+    assert room <= plan.ledger["ram"]["kv"] + plan.shape.kv_bytes_per_token
+    longest = Request(prompt(1, 900), SamplingParams(max_tokens=CTX - 900))
+    assert limits.kv_tokens // 2 < tokens_needed(longest, CTX, limits) <= limits.kv_tokens
 
 
 def test_a_plan_keeps_as_many_in_memory_as_there_is_room_for_and_says_what_a_step_reads():

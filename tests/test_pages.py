@@ -21,7 +21,7 @@ from torch import Tensor
 from localllm.cache import page_folder
 from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import KV_FORMATS, choose_format
-from localllm.cache.paged_kv import KVPages, PagedKV, Spill
+from localllm.cache.paged_kv import KVPages, PagedKV, Spill, shared_tokens
 from localllm.cache.pages import HOST, PagePool
 from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
@@ -128,6 +128,24 @@ def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv):
     ids = [*ids[:140], *range(1000, 1020)]
     grow(sequence, ids)
     assert_holds(sequence, kv, ids)
+
+
+def test_of_a_page_that_will_go_to_the_disk_no_room_is_saved_for_others(tmp_path):
+    pages = new_pages(spill=Spill(tmp_path, 8 * PAGE_TOKENS))
+    prefix, ids = PrefixCache(bytes(32), pages), list(range(1000))
+    with closing(pages.new(1000)) as first, closing(pages.new(1000)) as second:
+        grow(first, ids[:500])
+        prefix.seal(first, ids[:500])
+        prefix.attach(second, ids[:500])
+        assert shared_tokens([first, second]) == PAGE_TOKENS, "the first one stays"
+        with closing(pages.new(1000)):
+            promised = pages.nbytes
+            for end in range(520, 1000, 60):
+                grow(first, ids[:end])
+                check_pages(pages)
+        assert first.num_spilled and pages.groups[0].sealed.nbytes <= promised
+        grow(second, ids[:980])
+        assert_holds(second, "int4", ids[:980])
 
 
 @every_format

@@ -62,6 +62,7 @@ def random_target(
     if config.threads is not None:
         use_threads(config.threads)
     device = choose_device(config.device)
+    require_choice(shape.config, config, str(device))
     named, dtype = dtype_name(config.dtype, str(device)), choose_dtype(config.dtype, device)
     weights = recipe(choose_recipe(config.weights, shape.config, (), named))
     kv = wanted_format(config.kv, config.dtype, config.weights)
@@ -70,7 +71,6 @@ def random_target(
     blocks = RandomBlocks(weights)
     decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=watcher.reading)
     tokenizer = word_tokenizer(shape.config.vocab_size)
-    require_choice(shape.config, config, str(device))
     loaded = LoadedModel(decoder, workload.ctx)
     engine = Engine(loaded, tokenizer, kv=kv, reuse=NO_REUSE, chosen_pages=config.chosen_pages)
     return BenchmarkTarget(shape.name, engine, has_random_weights=True)

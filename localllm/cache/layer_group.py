@@ -69,7 +69,8 @@ class LayerGroup:
 
     def may_let_go(self, number: int) -> bool:
         """Return whether a sequence may let go of a page that others still have."""
-        return self.window is not None or (self.eviction is not None and number > 0)
+        leaves = self.eviction is not None or self.spill is not None
+        return self.window is not None or (leaves and number > 0)
 
     def num_pages(self, capacity: int) -> int:
         """Pages that a sequence of so many tokens has at most at one time, but for its dense ones."""

@@ -106,7 +106,7 @@ class PageRing:
         spilled = [*dict.fromkeys(kv for kv in kvs if kv.num_spilled)]
         self.brings = chooses and bool(self._slots) and all(kv.num_bounded > kv.num_spilled for kv in spilled)
         if self.brings:
-            self.clear(frees=True)
+            self._free_places()
             self._number(spilled)
             return
         for slots in self._slots.values():
@@ -194,15 +194,23 @@ class PageRing:
         place, num_bytes = self._place(self._index), self._stores[group].layer_bytes
         return [place[begin : begin + num_bytes] for begin in self._offsets[kv, group].tolist()]
 
-    def clear(self, *, frees: bool = False) -> None:
-        """Bring nothing ahead any more. frees: give the memory back, too."""
+    def clear(self) -> None:
+        """Bring nothing ahead any more."""
         self._carrier.drop()
         self._lap, self._index = _Lap(), 0
-        if frees:
-            self._carrier.drain()
-            self._offsets.clear()
-            self._rests.clear()
-            self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Give all memory back; what rests elsewhere is brought again where it is needed."""
+        self._free_places()
+        for slots in self._slots.values():
+            slots.clear()
+
+    def _free_places(self) -> None:
+        self.clear()
+        self._carrier.drain()
+        self._offsets.clear()
+        self._rests.clear()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _is_brought(self, layer: int) -> bool:
         """Return whether a layer's pages pass through the ring."""

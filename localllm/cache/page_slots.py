@@ -45,6 +45,8 @@ class PageSlots:
 
     def clear(self) -> None:
         """Give all memory back."""
+        if not self.nbytes:
+            return
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._slots[:], self._held[:], self._used[:] = _NOWHERE, _NOWHERE, 0
 

@@ -146,7 +146,7 @@ class KVPages:
         raises what torch does; what has moved stays there."""
         self.state_devices = tuple(state_devices)
         if self.ring is not None:
-            self.ring.clear(frees=True)
+            self.ring.release()
         try:
             for sequence in self.sequences:
                 if sequence.state is not None:
@@ -161,7 +161,7 @@ class KVPages:
     def close(self) -> None:
         """End what brings pages that rest elsewhere, and free what they rest in: no sequence has any."""
         if self.ring is not None:
-            self.ring.clear(frees=True)
+            self.ring.release()
         for store in self.stores.values():
             store.close()
 

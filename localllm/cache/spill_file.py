@@ -58,8 +58,10 @@ class SpillFile(ExtentStore):
                 for number, page in enumerate(pages):
                     part[number * self.stride :][: self.layer_bytes] = page.layer(row)
                 self._write(self._begin(row, slot), part.numpy().data)
-        except OSError as error:
+        except BaseException as error:
             self._free.append(slot)
+            if not isinstance(error, OSError):
+                raise
             num_bytes = self.num_layers * self.part_bytes
             what = f"{num_bytes / 1e6:.1f} MB of keys and values cannot be written to {self._directory}"
             fix = "make room there, or drop --kv-offload"
@@ -101,7 +103,8 @@ class SpillFile(ExtentStore):
         ]
         done = 0
         if self._kernel is not None and self._direct is not None:
-            reads = [(at, self._direct, begin, at, self.stride) for begin, at in zip(begins, addresses, strict=True)]
+            places = enumerate(zip(begins, addresses, strict=True))
+            reads = [(number, self._direct, begin, at, self.stride) for number, (begin, at) in places]
             done = self._kernel_read(reads)
         for begin, at in zip(begins[done:], addresses[done:], strict=True):
             self.read(begin, memoryview((ctypes.c_char * self.stride).from_address(at)).cast("B"))
@@ -109,19 +112,18 @@ class SpillFile(ExtentStore):
     def _kernel_read(self, reads: Sequence[tuple[int, int, int, int, int]]) -> int:
         """Have the kernel read as many as it can, `_DEPTH` at a time; return how many from the first on are there."""
         assert self._kernel is not None
-        begun, under_way, failed = 0, 0, None
-        while under_way or (begun < len(reads) and failed is None):
+        begun, under_way, failed = 0, 0, len(reads)
+        while under_way or begun < len(reads) == failed:
             with suppress(OSError):  # the file system reads in another way
-                count = self._kernel.begin(reads[begun : begun + _DEPTH - under_way]) if failed is None else 0
+                more = reads[begun : begun + _DEPTH - under_way] if failed == len(reads) else []
+                count = self._kernel.begin(more) if more else 0
                 begun, under_way = begun + count, under_way + count
             if not under_way:
                 break
             ended = self._kernel.ended(_LONGEST_READ_S)
             under_way -= len(ended)
-            failed = next((at for at, num_bytes in ended if num_bytes != self.stride), failed)
-        if failed is None:
-            return begun
-        return next(number for number, (at, *_) in enumerate(reads) if at == failed)
+            failed = min([failed, *(number for number, num_bytes in ended if num_bytes != self.stride)])
+        return min(begun, failed)
 
     def close(self) -> None:
         """Give the file back: no extent is left."""

@@ -198,7 +198,10 @@ def _measure(
         from localllm.hub.packed import packed_root
 
         assert cli.resolved is not None
-        config = replace(engine_config(cli.resolved, line.interject), ctx=workload.ctx, speculate="off")
+        config = engine_config(cli.resolved, line.interject)
+        # What it does not take counts as off where a file or a variable has it.
+        off = replace(config, speculate="off", kv_offload="off", kv_evict="off", reuse="prefix")
+        config = replace(off, ctx=workload.ctx)
         device = choose_device(config.device)
         return run_benchmark(lambda: load(config), workload, device=device, disk=packed_root(), notify=notify)
 

@@ -35,7 +35,7 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
         raise
     require_weights(cli.model)
     selection = replace(with_defaults(resolved, cli.model), preset=preset)
-    if flags.get("kv") is not None:
+    if flags.get("kv") is not None or flags.get("kv_offload") is not None:
         from localllm.models.families import load_config
 
         refuse_idle_kv(load_config(cli.model.directory), resolved)

@@ -24,7 +24,7 @@ class Limits:
     max_sequences: int = 8  # as many rows as the CPU kernel computes without changing a bit of any
     kv_tokens: int = 1 << 62  # of all running sequences together: what was found to fit at load
     sequence_tokens: int = 0  # that each takes of them beside its own: dense pages, and the rest of the last one
-    held_tokens: int = 1 << 62  # of one sequence at most at one time, where earlier ones leave
+    held_tokens: int = 1 << 62  # of one sequence at most at one time, where earlier ones leave memory
     # Whether prompts and answers share a step: where each reads blocks from the disk, one reading serves them all.
     shares_steps: bool = False
 
@@ -34,7 +34,7 @@ class Limits:
             return self
         each = -(-(plan.shape.kv_bytes_per_sequence + plan.shape.recurrent_bytes) // plan.shape.kv_bytes_per_token)
         kv_tokens = plan.most_kv_tokens + plan.sequences * each
-        limits = replace(self, kv_tokens=kv_tokens, sequence_tokens=each, held_tokens=plan.shape.held_tokens)
+        limits = replace(self, kv_tokens=kv_tokens, sequence_tokens=each, held_tokens=plan.held_tokens)
         if plan.is_streamed:
             return replace(limits, chunk_tokens=plan.pass_tokens, shares_steps=True)
         is_wanted = limits.chunk_tokens != Limits.chunk_tokens

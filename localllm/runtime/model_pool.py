@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
-from localllm.config import ResolvedSettings
+from localllm.config import DEFAULT, ResolvedSettings
 from localllm.errors import (
     BugError,
     BusyError,
@@ -33,6 +33,7 @@ from localllm.errors import (
     SettingsError,
 )
 from localllm.hub.names import NAME_LIMIT
+from localllm.models.families import load_config
 from localllm.registry import load_registry
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
@@ -253,8 +254,17 @@ class ModelPool:
         if row is None:
             return None
         with contextlib.suppress(ModelNotFoundError):
-            return selected(self._resolved, row.name)
+            return self._shortened(selected(self._resolved, row.name))
         return None
+
+    def _shortened(self, selection: Selection) -> Selection:
+        """Return it with its own context where the server's is longer than the model takes: that was not said of it."""
+        with contextlib.suppress(LocalLLMError):  # of which its load tells
+            longest, asked = load_config(selection.files.directory).longest_context, selection.settings.ctx
+            if asked is not None and asked > longest:
+                self._note(f"{selection.model_name} takes {longest} tokens of context, not {asked}")
+                return replace(selection, resolved=selection.resolved.overlaid({"ctx": (None, DEFAULT)}))
+        return selection
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         served = [name for each in self.models for name in each.names]

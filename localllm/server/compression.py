@@ -45,11 +45,10 @@ async def compressed(
     server = call.server
     answering = (await server.named(model, call.tried)).served  # before anything is loaded
     whole = await server.pool.off_loop(partial(compressible, messages))
-    name = judge or BUILT_IN
-    if not whole.passages:
-        return messages, Compression(name, ratio, 0, 0, ())
     try:
-        asked = await server.pool.asked(name)
+        asked = await server.pool.asked(judge or BUILT_IN)
+        if not whole.passages:
+            return messages, Compression(asked.name, ratio, 0, 0, ())
         await server.make_ready(asked.served)
     except LocalLLMError as error:
         error.why = f"it is the judge of 'compress'; {error.why}"

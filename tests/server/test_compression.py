@@ -8,6 +8,7 @@ import pytest
 
 from localllm.chat.cascade import Bar
 from localllm.hub.names import TINY_DIRECTORY
+from tests.cli_support import write_checkpoint
 from tests.server.support import Json, Running, running
 from tests.test_cli_compress import CODE, QUESTION, TALE
 
@@ -54,8 +55,17 @@ def test_what_cannot_be_honoured_is_refused(server: Running, more: Json, param: 
 
 
 def test_a_judge_that_is_not_here_is_named(server: Running) -> None:
-    error = server.error(PATH, {**ASKED, "compress": 0.5, "compress_with": "nobody"}, 404)
+    asked = {"compress": 0.5, "compress_with": "nobody"}
+    error = server.error(PATH, {**ASKED, **asked}, 404)
+    nothing_leaves = [{"role": "user", "content": QUESTION}]
+    assert server.error(PATH, {"messages": nothing_leaves, **asked}, 404) == error
     assert "'nobody' is not served here" in error["message"] and "judge of 'compress'" in error["message"]
+
+
+def test_the_usual_judge_has_its_own_context_where_the_server_has_a_longer_one(tmp_path: Path) -> None:
+    with running(write_checkpoint(tmp_path / "long", context=4096), ctx=4096) as server:
+        told = server.answer(PATH, {**ASKED, "model": "long", "compress": 0.4})["compression"]
+    assert told["judge"] == "tiny" and told["removed"]
 
 
 def test_another_model_judges_also_for_a_cascade_and_where_both_were_unloaded(tmp_path: Path) -> None:

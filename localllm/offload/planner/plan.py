@@ -119,14 +119,23 @@ class Plan:
         return self.limits[self.fast] - self.total_bytes(self.fast)
 
     @property
+    def held_tokens(self) -> int:
+        """The most tokens that one sequence takes in memory, where some of it leaves or rests on the disk."""
+        shape = self.shape
+        if shape.resident_tokens is None:
+            return shape.held_tokens
+        return -(-(shape.kv_bytes(self.ctx) - shape.kv_bytes_per_sequence) // shape.kv_bytes_per_token)
+
+    @property
     def most_kv_tokens(self) -> int:
-        """The most tokens of all sequences together.
+        """The most tokens of all sequences together, as far as memory has them.
 
         If nothing is streamed, they may also use the free memory, except for a tenth that no ledger accounts for: gaps
         between torch's allocations.
         """
-        spare = 0 if self.is_streamed else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
-        return min(self.kv_tokens, self.sequences * self.shape.held_tokens) + spare
+        rests_on_host = self.shape.resident_tokens is not None and self.fast == "vram"  # where others have the rest
+        spare = 0 if self.is_streamed or rests_on_host else self.free_bytes * 9 // 10 // self.shape.kv_bytes_per_token
+        return min(self.kv_tokens, self.sequences * self.held_tokens) + spare
 
 
 def with_kept_pages(plan: Plan) -> Plan:
