@@ -23,12 +23,15 @@ from localllm.engine import planner
 from localllm.engine.engine import Engine
 from localllm.engine.events import TokenEvent
 from localllm.engine.kv_allocator import tokens_needed
+from localllm.engine.placement import model_shape, with_windows
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.step_types import Limits
 from localllm.errors import LocalLLMError
 from localllm.kernels.sizes import KVShape
+from localllm.models.shapes import find_shape
 from localllm.offload.planner.machine import Memory
 from localllm.offload.streaming.host_buffer import host_buffer
+from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
 from tests.cli_support import run_cli, write_checkpoint
 from tests.engine_support import Heard, answered, generated, steps
@@ -250,3 +253,15 @@ def test_a_plan_for_a_gpu_keeps_all_weights_there_and_says_what_a_step_copies():
     shown = " ".join(found.out.decode().split())
     assert found.code == 0 and "those before them in memory; behind 131,072 tokens a step copies" in shown
     assert "65 on the GPU" in shown and "copied to the GPU at every step" not in shown
+
+
+def test_layers_with_a_window_keep_it_in_memory_and_are_not_read_from_the_disk():
+    config = find_shape("gemma-3-4b").config
+    shape = model_shape(config, RECIPES["int4-g64"], "bf16", "gemma", "cpu", "int8")
+    kept = replace(with_windows(shape, config, "bf16"), resident_tokens=2048)
+    windows = [window for window in config.windows if window is not None]
+    layer_bytes = shape.kv_bytes_per_token // len(config.windows)  # of a token; layers are alike
+    others = len(config.windows) - len(windows)
+    assert kept.spilled_bytes(32_768) == (32_768 - 2048) * others * layer_bytes
+    least = (len(windows) * (max(windows) + 2560) + others * 2048) * layer_bytes
+    assert least <= kept.kv_bytes(32_768) < 0.3 * shape.kv_bytes(32_768)

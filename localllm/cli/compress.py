@@ -12,7 +12,7 @@ from localllm.cli.options import complete_models, number, option
 from localllm.cli.prompt import argument_text
 from localllm.cli.source import Source
 from localllm.config import ResolvedSettings
-from localllm.errors import Fix, ModelNotFoundError, UsageError
+from localllm.errors import ContextOverflowError, Fix, ModelNotFoundError, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.selection import Selection, require_weights, selected
@@ -46,6 +46,7 @@ COMPRESSED_ALONE = {
     "--compress --raw": "a raw text has no question beside which the rest of it is judged",
     "--compress --batch": "the prompts of a job are answered as they are",
 }
+_WORTH = 0.1  # of a prompt: what is left of less says little
 _OF_MACHINE = ("device", "ram", "vram", "threads", "offline", "private")  # settings that the judge shares
 
 
@@ -54,6 +55,14 @@ def refuse_idle_judge(flags: Mapping[str, Any]) -> None:
     if flags["compress_with"] is not None and flags["compress"] is None:
         why = "without it the prompt stays as it is"
         raise UsageError("--compress-with needs --compress", why=why, fix=Fix.flag("--compress", 0.5))
+
+
+def compressing(error: ContextOverflowError, flags: Mapping[str, Any]) -> list[Fix]:
+    """Return the flag by which a prompt with files would fit into the context that it does not fit into."""
+    if flags["compress"] is not None or not flags["file"] or error.num_tokens is None or error.ctx is None:
+        return []
+    ratio = int(80 * error.ctx / error.num_tokens) / 100  # a fifth is for what stays, and for the answer
+    return [Fix.flag("--compress", ratio)] if _WORTH <= ratio <= HIGHEST else []
 
 
 def compressed(

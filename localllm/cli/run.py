@@ -24,7 +24,7 @@ from localllm.chat.tool_words import adapted
 from localllm.cli import options
 from localllm.cli.cascade import CASCADE_OPTIONS, cascade_of
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
-from localllm.cli.compress import COMPRESS_OPTIONS, COMPRESSED_ALONE, compressed, refuse_idle_judge
+from localllm.cli.compress import COMPRESS_OPTIONS, COMPRESSED_ALONE, compressed, compressing, refuse_idle_judge
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
 from localllm.cli.options import (
@@ -53,7 +53,7 @@ from localllm.errors import MODEL, ContextOverflowError, Fix, ModelNotFoundError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import Opening
 from localllm.runtime.plan_request import DEFAULT_PARALLEL
-from localllm.runtime.selection import Selection, is_model
+from localllm.runtime.selection import Selection, is_model, within_context
 from localllm.settings import ANSWER, KEPT, OUTPUT, PROMPT, SETTINGS, EngineConfig, SamplingSettings
 from localllm.text.eviction import Fitted, Message
 
@@ -225,7 +225,8 @@ def run_command(context: typer.Context, **flags: Any) -> None:
     if cascade is None:
         selections = [_select(cli, word, text, flags, resumed)]
     else:
-        selections = cascade.select(word, lambda name: select_resumed(cli, name, flags, resumed, None))
+        *small, last = cascade.select(word, lambda name: select_resumed(cli, name, flags, resumed, None))
+        selections = [*(within_context(each, cli.output.note) for each in small), last]
     selection = selections[0]
     if flags["batch"] is not None:
         from localllm.cli.batch import run_batch
@@ -406,8 +407,9 @@ def _answers(
         engine = load.wait()
         try:
             request, fitted = _request(engine, source, encoder, ids, sampling, selection)
-        except ContextOverflowError:
+        except ContextOverflowError as error:
             if choice.bar is None or tried is None:
+                error.fix = [*error.fixes, *compressing(error, flags)]
                 raise
             tried.append(Tried(selection.files.name, None, is_accepted=False))
             return []

@@ -121,6 +121,20 @@ def with_choice(shape: ModelShape, config: ModelConfig, chosen_pages: int | None
     return replace(shape, kv_bytes_per_token=per_token, bound_bytes_per_token=bounds, chosen_tokens=most)
 
 
+def with_windows(shape: ModelShape, config: ModelConfig, dtype: str) -> ModelShape:
+    """Return what a plan needs to know where keys and values rest elsewhere: those of layers that see a window stay."""
+    windows = [
+        (window, each) for window, each in zip(config.windows, config.kv_shapes, strict=True) if window is not None
+    ]
+    if not windows:
+        return shape
+    kv_format = KV_FORMATS[shape.kv if shape.kv in KV_FORMATS else "bf16"]
+    sizes = kv_format.sizes([each for _, each in windows], ITEM_BYTES[DTYPE_NAMES[dtype]])
+    tokens = PAGE_TOKENS * max(most_pages(window, None) or 0 for window, _ in windows)
+    layers = max(1, len(config.kv_shapes) - len(windows))
+    return replace(shape, kv_layers=layers, windowed_bytes_per_token=sizes.per_token, windowed_tokens=tokens)
+
+
 def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, ModelShape]:
     """Return the same model with each format of keys and values that takes less, by its name, the largest first."""
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
@@ -129,7 +143,8 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
         per_token = sizes.per_token + shape.bound_bytes_per_token
         if sizes.coded is not None and per_token < shape.kv_bytes_per_token:
             smaller = replace(shape, kv=name, kv_bytes_per_token=per_token)
-            found[name] = replace(smaller, kv_bytes_per_sequence=sizes.per_sequence)
+            smaller = replace(smaller, kv_bytes_per_sequence=sizes.per_sequence)
+            found[name] = with_windows(smaller, config, dtype)
     return found
 
 
@@ -264,7 +279,7 @@ def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str, to_
         why = "what has left is read by no token, and needs no room on the disk"
         raise UsageError(f"{what} with --kv-offload {wanted.kv_offload}", why=why, fix=Fix.without("--kv-offload"))
     if wanted.chosen_pages is not None:
-        why = "what a token may choose from are all pages before it"
+        why = "--attend chooses among all pages before a token, and --kv-evict removes some of them"
         raise UsageError(f"{what} with --attend {wanted.attend}", why=why, fix=[Fix.flag("--attend", "all"), off])
     if device != "cpu":
         why = "kernels of a GPU read all pages of a sequence"

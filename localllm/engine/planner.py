@@ -23,6 +23,7 @@ from localllm.engine.placement import (
     require_context,
     require_eviction,
     with_choice,
+    with_windows,
 )
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
 from localllm.errors import Fix
@@ -179,7 +180,7 @@ class ModelPlanner:
         else:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
-        shape = with_choice(shape, config, self.wanted.chosen_pages)
+        shape = with_windows(with_choice(shape, config, self.wanted.chosen_pages), config, self.dtype)
         shape = replace(shape, held_tokens=held_tokens(config, self.wanted.kv_evict) or shape.held_tokens)
         if shape.mixtures and self.files is not None:
             from localllm.models.kept_uses import kept_uses  # no other model's plan needs it

@@ -89,13 +89,13 @@ def require_movable(config: ModelConfig, fix: Fix, *, evicts: bool) -> None:
         num_states, num_layers = len(config.state_shapes), config.num_layers
         why = f"{num_states} recurrent states in its {num_layers} layers are of all tokens before, not of a document"
     elif evicts:
-        why = "--kv-evict lets pages go by what is computed of each, and documents would not be"
+        why = "--kv-evict removes pages by what each token attends to, and tokens that are reused are not computed"
     elif kinds:
         why = f"RoPE of the kind {kinds[0]} turns all keys differently as the prompt grows"
     elif any(isinstance(each, AttentionConfig) and each.rotates_first for each in config.keepers):
         why = "its keys are normalised behind their rotation, and cannot be turned further"
     if why:
-        raise UsageError("documents cannot be reused anywhere in a prompt", why=why, fix=fix)
+        raise UsageError("reuse chunks is not possible here", why=why, fix=fix)
 
 
 def wanted_reuse(reuse: KVReuse, wanted: EngineConfig, config: ModelConfig) -> KVReuse:

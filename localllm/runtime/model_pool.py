@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from localllm import hub
-from localllm.config import DEFAULT, ResolvedSettings
+from localllm.config import ResolvedSettings
 from localllm.errors import (
     BugError,
     BusyError,
@@ -33,13 +33,12 @@ from localllm.errors import (
     SettingsError,
 )
 from localllm.hub.names import NAME_LIMIT
-from localllm.models.families import load_config
 from localllm.registry import load_registry
 from localllm.runtime.engine_handle import EngineHandle
 from localllm.runtime.engine_process import Caps, Foreseen
 from localllm.runtime.presets import Preset, find_preset, preset_names
 from localllm.runtime.resident_models import ResidentModels, consume_error, keep_warm
-from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults
+from localllm.runtime.selection import Selection, renewed, selected, told_of, with_defaults, within_context
 from localllm.runtime.served_adapters import GivenAdapter, ServedAdapters
 from localllm.runtime.served_model import AskedModel, ServedModel, own_name
 from localllm.settings import MAX_ADAPTER_SCALE
@@ -254,17 +253,8 @@ class ModelPool:
         if row is None:
             return None
         with contextlib.suppress(ModelNotFoundError):
-            return self._shortened(selected(self._resolved, row.name))
+            return within_context(selected(self._resolved, row.name), self._note)  # which was not said of it
         return None
-
-    def _shortened(self, selection: Selection) -> Selection:
-        """Return it with its own context where the server's is longer than the model takes: that was not said of it."""
-        with contextlib.suppress(LocalLLMError):  # of which its load tells
-            longest, asked = load_config(selection.files.directory).longest_context, selection.settings.ctx
-            if asked is not None and asked > longest:
-                self._note(f"{selection.model_name} takes {longest} tokens of context, not {asked}")
-                return replace(selection, resolved=selection.resolved.overlaid({"ctx": (None, DEFAULT)}))
-        return selection
 
     def _not_found(self, name: str) -> ModelNotFoundError:
         served = [name for each in self.models for name in each.names]

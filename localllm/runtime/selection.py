@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,18 @@ def locate(resolved: ResolvedSettings, *, needs_config: bool = True) -> ModelFil
         if near := difflib.get_close_matches(settings.model, preset_names(), n=1):
             error.fix = [Fix.model(settings.model, near[0]), *error.fixes]
         raise
+
+
+def within_context(selection: Selection, note: Callable[[str], None]) -> Selection:
+    """Return it with its own context where the one that is asked for is longer than the model takes."""
+    from localllm.models.families import load_config
+
+    with contextlib.suppress(LocalLLMError):  # of which its load tells
+        longest, asked = load_config(selection.files.directory).longest_context, selection.settings.ctx
+        if asked is not None and asked > longest:
+            note(f"{selection.model_name} takes {longest} tokens of context, not {asked}")
+            return replace(selection, resolved=selection.resolved.overlaid({"ctx": (None, DEFAULT)}))
+    return selection
 
 
 def require_weights(files: ModelFiles) -> None:

@@ -192,3 +192,10 @@ def test_a_job_and_a_cascade_cannot_go_together(models: dict[str, Path]) -> None
     cascade = f"{models['sure']},{models['unsure']}"
     result = run_cli("run", "--cascade", cascade, "--batch", "-", stdin=b'{"prompt": "the fox"}\n')
     assert result.code == 2 and "--cascade and --batch" in result.error_lines[0]
+
+
+def test_a_context_that_the_large_model_takes_is_no_bar_to_a_small_one(run: Callable[..., Result]) -> None:
+    told = run("short,sure", *PROMPT, "--ctx", "32", "--accept", "1")
+    assert "takes 8 tokens of context, not 32" in told.err and told.out.decode().strip()
+    refused = run("unsure,short", *PROMPT, "--ctx", "32", "--accept", "1", code=2)  # the last one must take it
+    assert "--ctx" in refused.err

@@ -78,7 +78,9 @@ class ModelShape:
     bound_bytes_per_token: int = 0  # of these, what tokens choose by that do not attend to all before them
     chosen_tokens: int | None = None  # that a token of an answer attends to, at most; None: all
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
-    kv_layers: int = 1  # that have keys and values
+    kv_layers: int = 1  # that have keys and values of all tokens
+    windowed_bytes_per_token: int = 0  # of those of a token, in layers that see a window
+    windowed_tokens: int = 0  # of a sequence, that these layers have at most at one time
     resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
     held_tokens: int = 1 << 62  # whose keys and values a sequence has at most at one time, where earlier ones leave
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
@@ -105,6 +107,9 @@ class ModelShape:
         that has room for two layers."""
         held = min(num_tokens, sequences * self.held_tokens)
         all_bytes = held * self.kv_bytes_per_token + sequences * self.kv_bytes_per_sequence
+        if self.resident_tokens is not None:
+            most = max(self.resident_tokens, self.windowed_tokens)
+            all_bytes -= max(0, num_tokens - sequences * most) * self.windowed_bytes_per_token
         return all_bytes - self.spilled_bytes(num_tokens, sequences) + self.kv_ring_bytes(num_tokens, sequences)
 
     def kv_ring_bytes(self, num_tokens: int, sequences: int = 1) -> int:
@@ -113,7 +118,8 @@ class ModelShape:
 
     def spilled_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         """Return the bytes of those that rest elsewhere."""
-        return self.spilled_tokens(num_tokens, sequences) * self.page_bytes_per_token
+        per_token = self.page_bytes_per_token - self.windowed_bytes_per_token
+        return self.spilled_tokens(num_tokens, sequences) * per_token
 
     def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
         """Return how many of so many tokens rest elsewhere: on the disk, of a GPU in the host's memory."""
