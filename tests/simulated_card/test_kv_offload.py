@@ -92,7 +92,7 @@ def test_memory_is_what_the_plan_says(checkpoint_of_card, simulated_card):
         on_card, on_host = map(max, zip(*seen, strict=True))
         assert 0 < on_card <= plan.ledger["vram"]["kv"] + 250 * (plan.shape.kv_bytes_per_token + plan.shape.row_bytes)
         assert on_host == plan.ledger["ram"]["kv"] and not plan.ledger["disk"].get("kv")
-        assert "in memory; behind 256 tokens a step copies" in plan_text.spilled(plan)
+        assert "in memory; behind 256 tokens a step copies" in plan_text.long_texts(plan)
 
 
 @pytest.mark.slow
