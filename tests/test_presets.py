@@ -65,7 +65,7 @@ def test_every_setting_comes_back_as_it_was_saved(folder: Path) -> None:
     values = {
         "model": "tiny", "ctx": 64, "ram": 8 * 10**9, "vram": 3 << 30, "device": "cpu", "dtype": "fp32",
         "weights": "int8", "kv": "bf16", "kv_offload": "keep:512", "attend": "top:3",
-            "kv_evict": "sinks:4096", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
+            "kv_evict": "sinks:4096", "reuse": "chunks", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
         "adapter": ("fox:0.5", "/a b/owl"), "adapter_memory": 5 << 20,
         "threads": 2, "max_tokens": 9,
         "temperature": 1e-05, "top_k": 3, "top_p": 0.1, "min_p": 0.05, "typical_p": 0.5, "repetition_penalty": 1.1,
