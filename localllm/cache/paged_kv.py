@@ -79,14 +79,12 @@ class KVPages:
             for layer in range(len(windows))
         )
         self.sequences: set[PagedKV] = set()
-        spilling = {index: group for index, group in enumerate(self.groups) if group.spill is not None}
-        self.stores = {
-            index: _new_store(group, group.spill, by_page=slot_pages > 0)
-            for index, group in spilling.items()
-            if group.spill
-        }
-        has_any = spill is not None and bool(self.stores)
-        self.ring = PageRing(self.stores, self.places, spill.device, slot_pages) if spill and has_any else None
+        self.stores: dict[int, SpillFile | HostSpill] = {}
+        self.ring: PageRing | None = None
+        if spill is not None:
+            spilling = [(index, group) for index, group in enumerate(self.groups) if group.spill is not None]
+            self.stores = {index: _new_store(group, spill, by_page=slot_pages > 0) for index, group in spilling}
+            self.ring = PageRing(self.stores, self.places, spill.device, slot_pages) if self.stores else None
 
     @property
     def nbytes(self) -> int:
