@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
 import tempfile
@@ -515,6 +516,49 @@ def _assert_bounded(kv: PagedKV) -> None:
 COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 TestSequences = Sequences.TestCase
 TestSequences.settings = settings(max_examples=15, stateful_step_count=25, **COMMON)
+
+
+def test_a_place_in_the_file_that_another_sequence_takes_is_read_anew(tmp_path):
+    """As no forward of all pages comes between: the others' tokens choose theirs."""
+    pages = KVPages(
+        KV_FORMATS["int8"],
+        windows=(None, None),
+        devices=[HOST] * LAYERS,
+        shapes=[KVShape(KH, D)] * LAYERS,
+        dtype=torch.float32,
+        spill=Spill(tmp_path, 12 * PAGE_TOKENS),
+        chosen_pages=1,
+    )
+    ring = pages.ring
+    assert ring is not None
+
+    def filled_with(value: int) -> PagedKV:
+        kv = pages.new(8 * PAGE_TOKENS)
+        for number in range(8):
+            kv.prepare((number + 1) * PAGE_TOKENS)
+            page = kv.tables[0][number]
+            assert page is not None
+            for part in page.parts.values():
+                part.fill_(value)
+            kv.advance(PAGE_TOKENS)
+        kv.bounds(0).made.fill_(8)
+        return kv
+
+    def brought(kv: PagedKV) -> set[int]:
+        """Return the first bytes of its pages on the disk, as a layer's tokens find them that choose all of them."""
+        ring.begin(range(LAYERS), [kv], chooses=True)
+        _, coded = kv.layouts_of(1)
+        assert ring.brings and coded is not None
+        chosen = kv.addresses(0, HOST)[1 : 1 + kv.num_spilled].clone()
+        ring.bring(1, chosen)
+        # Behind the part of layer 0, as kernels have it.
+        return {ctypes.string_at(address + coded.layer_bytes, 1)[0] for address in chosen.tolist()}
+
+    with closing(filled_with(1)), closing(filled_with(2)) as first:  # the file stays as long as one has pages there
+        assert brought(first) == {2}
+        first.close()
+        assert brought(filled_with(3)) == {3}
+    pages.close()
 
 
 def test_heads_that_no_group_divides_keep_dense_pages_and_who_asked_for_others_is_told(tmp_path):
