@@ -112,3 +112,14 @@ def test_ctrl_c_ends_the_judging(tale: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(EngineThread, "submit", pressed)
     result = compress(tale)
     assert (result.code, result.out) == (130, b"")
+
+
+def test_where_a_file_does_not_fit_the_share_is_named_with_which_it_does(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text(40 * TALE)
+    line = ("run", "tiny", "-f", path, "-p", QUESTION, "--max-tokens", "3")
+    refused = run_cli(*line)
+    ratio = refused.err.partition("--compress ")[2].split()[0]
+    assert refused.code == 5 and run_cli(*line, "--compress", ratio).code == 0
+    path.write_text(100 * f"{CODE}\n\n")  # of code nothing may leave
+    assert "--compress" not in run_cli(*line).err

@@ -20,6 +20,7 @@ from localllm.settings import PROMPT
 
 if TYPE_CHECKING:
     from localllm.runtime.engine_handle import EngineHandle
+    from localllm.text.tokenizer import Tokenizer
 
 COMPRESS_OPTIONS = (
     number(
@@ -46,7 +47,7 @@ COMPRESSED_ALONE = {
     "--compress --raw": "a raw text has no question beside which the rest of it is judged",
     "--compress --batch": "the prompts of a job are answered as they are",
 }
-_WORTH = 0.1  # of a prompt: what is left of less says little
+_WORTH = 0.1  # of a text: what is left of less says little
 _OF_MACHINE = ("device", "ram", "vram", "threads", "offline", "private")  # settings that the judge shares
 
 
@@ -57,11 +58,17 @@ def refuse_idle_judge(flags: Mapping[str, Any]) -> None:
         raise UsageError("--compress-with needs --compress", why=why, fix=Fix.flag("--compress", 0.5))
 
 
-def compressing(error: ContextOverflowError, flags: Mapping[str, Any]) -> list[Fix]:
-    """Return the flag by which a prompt with files would fit into the context that it does not fit into."""
-    if flags["compress"] is not None or not flags["file"] or error.num_tokens is None or error.ctx is None:
+def compressing(
+    error: ContextOverflowError, flags: Mapping[str, Any], source: Source, tokenizer: Tokenizer
+) -> list[Fix]:
+    """Return the flag by which a prompt would fit into the context that it does not fit into, if enough of it may
+    leave. tokenizer: of the model that answers."""
+    if flags["compress"] is not None or source.chat is None or error.num_tokens is None or error.ctx is None:
         return []
-    ratio = int(80 * error.ctx / error.num_tokens) / 100  # a fifth is for what stays, and for the answer
+    whole = compressible(source.chat.messages, verbatim=list(source.verbatim.values()))
+    may_leave = sum(sum(passage.costs(tokenizer)) for passage in whole.passages)
+    too_many = error.num_tokens - error.ctx * 4 // 5  # a fifth is for the answer
+    ratio = int(100 - 100 * too_many / may_leave) / 100 if may_leave else 0.0
     return [Fix.flag("--compress", ratio)] if _WORTH <= ratio <= HIGHEST else []
 
 

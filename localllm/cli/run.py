@@ -409,7 +409,7 @@ def _answers(
             request, fitted = _request(engine, source, encoder, ids, sampling, selection)
         except ContextOverflowError as error:
             if choice.bar is None or tried is None:
-                error.fix = [*error.fixes, *compressing(error, flags)]
+                error.fix = [*error.fixes, *compressing(error, flags, source, engine.tokenizer)]
                 raise
             tried.append(Tried(selection.files.name, None, is_accepted=False))
             return []
