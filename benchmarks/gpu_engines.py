@@ -21,7 +21,8 @@ from torch import Tensor
 from benchmarks.gpu_table import MIXTURE, MODEL
 from benchmarks.peers_protocol import UnavailableError
 from localllm.bench.random_model import RandomBlocks, word_vocabulary
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import Page
 from localllm.engine import card, planner
 from localllm.engine import loader as loading
@@ -238,7 +239,7 @@ def filled(kv: PagedKV, depth: int) -> PagedKV:
 
 def sequence(pages: KVPages, depth: int, more: int) -> PagedKV:
     """A sequence of so many tokens that can take so many more."""
-    return filled(pages.new(depth + more), depth)
+    return filled(PagedKV(pages, depth + more), depth)
 
 
 def _randomize(page: Page) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.measure import machine, markdown_table, save, write_section
 from benchmarks.quality import PAGE, Run, Subject, Subjects, about_text, cut_windows, increase, read_windows
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.hub.names import TINY_DIRECTORY
@@ -152,7 +153,7 @@ class KVSubjects:
 
     def _subject(self, about: dict[str, object], decoder: Decoder, kv_format: KVFormat) -> Subject:
         ctx = self.make.config.max_position_embeddings
-        return Subject(about, ModelRunner(decoder, batch_rows=ctx), new_pages(decoder, kv_format).new(ctx))
+        return Subject(about, ModelRunner(decoder, batch_rows=ctx), PagedKV(new_pages(decoder, kv_format), ctx))
 
     def groups(self) -> Iterator[tuple[Subject, list[Subject]]]:
         """A base, and what is compared with it."""

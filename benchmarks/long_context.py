@@ -95,7 +95,7 @@ def engine_of(
 def filled(engine: Engine, context: int, *, alike: bool = True) -> Iterator[PagedKV]:
     """Yield a sequence of so many tokens, whose pages hold the same random keys and values: attention to them takes as
     long as to any. alike: else the bytes of the codes differ from page to page, as keys of other tokens do."""
-    kv, few = engine.residency.new_kv(context + 4 * PAGE_TOKENS), engine.residency.kv_pages.new(2 * PAGE_TOKENS)
+    kv, few = engine.residency.new_kv(context + 4 * PAGE_TOKENS), PagedKV(engine.residency.kv_pages, 2 * PAGE_TOKENS)
     few.prepare(2 * PAGE_TOKENS)
     for layer in range(len(kv.places)):
         layout = kv.layouts_of(layer)[0]
@@ -205,7 +205,7 @@ def attend(decoder: Decoder, options: Any) -> dict[str, Any]:
         kv.prepare(depth + 1)
         alone = {name: partial(attention_s, attention_tape(kv, decoder, start)) for name, start in starts.items()}
         attention = interleaved(alone, options.rounds)
-        bounds, pages = sum(each.nbytes for each in kv.all_bounds), engine.residency.kv_pages.nbytes
+        bounds, pages = kv.nbytes, engine.residency.kv_pages.nbytes
     engine.close()
     return {
         "depth": depth,

@@ -184,7 +184,7 @@ class Subjects:
             "bytes": model_bytes(self.config, recipe),
         }
         decoder = self.decoder(recipe, activations)
-        kv = new_pages(decoder, KV_FORMATS["bf16"]).new(self.config.max_position_embeddings)
+        kv = PagedKV(new_pages(decoder, KV_FORMATS["bf16"]), self.config.max_position_embeddings)
         return Subject(about, ModelRunner(decoder), kv)
 
     def decoder(self, recipe: Recipe, activations: str) -> Decoder:

@@ -30,6 +30,7 @@ from benchmarks.measure import RESULTS, machine, paired, parser, save, spread
 from benchmarks.oracle import FixedCount
 from benchmarks.speculation import expected_tokens, record_steps
 from localllm.bench.random_model import RandomBlocks
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.residency import Residency, new_pages
 from localllm.engine.sequence import Sequence as Running
@@ -77,7 +78,7 @@ def new_head(residency: Residency, kind: type[HeadDrafter]) -> HeadDrafter:
     parts = DecoderParts(config, recipe, residency.model.dtype, torch.device("cpu"))
     head_of = partial(parts.draft_head, blocks)
     pages = new_pages(head_of(residency.model), residency.kv_pages.format)
-    return kind(residency, head_of, pages.new)
+    return kind(residency, head_of, partial(PagedKV, pages))
 
 
 @contextmanager

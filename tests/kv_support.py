@@ -8,7 +8,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import PagePool
 from localllm.cache.prefix import PrefixCache
 from localllm.kernels.paged_attention import write
@@ -22,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def filled(pages: KVPages, past: int, count: int, seed: int) -> PagedKV:
     """A sequence of `past` tokens, of both layers, that has room for more; every other byte of its pages is 255."""
-    kv = pages.new(past + count)
+    kv = PagedKV(pages, past + count)
     layout = kv.layouts[0]
     for pool in pages.groups[0].pools:
         for page in pool.free:

@@ -110,7 +110,11 @@ def test_ctrl_c_ends_the_judging(tale: Path, monkeypatch: pytest.MonkeyPatch) ->
         return stream
 
     monkeypatch.setattr(EngineThread, "submit", pressed)
-    result = compress(tale)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        result = compress(tale)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert (result.code, result.out) == (130, b"")
 
 

@@ -227,7 +227,7 @@ def decoder(description: dict[str, Any], weights: str, dtype: torch.dtype = torc
 
 
 def new_kv(model: Decoder, capacity: int = 128, kv: str = "bf16") -> PagedKV:
-    return new_pages(model, KV_FORMATS[kv]).new(capacity)
+    return PagedKV(new_pages(model, KV_FORMATS[kv]), capacity)
 
 
 def run(runner: ModelRunner, ids: Sequence[int], ends: Sequence[int], kv_format: str = "bf16") -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localllm.bench.random_model import RandomBlocks
 from localllm.cache.kv_format import KV_FORMATS
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.residency import new_pages
 from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
@@ -89,7 +90,7 @@ def logits(model: OffloadedModel, batch_rows: int = 512, ends: tuple[int, ...] =
     """All logits of a text, computed in chunks that end where `ends` says."""
     runner = ModelRunner(model.decode_model, batch_rows=batch_rows)
     ids = torch.randint(0, 160, (ends[-1],), generator=torch.Generator().manual_seed(0)).tolist()
-    kv = new_pages(model.decode_model, KV_FORMATS["bf16"]).new(256)
+    kv = PagedKV(new_pages(model.decode_model, KV_FORMATS["bf16"]), 256)
     return torch.cat([runner.forward([Chunk(ids[:end], kv, end - kv.length, all_logits=True)]) for end in ends])
 
 
@@ -136,7 +137,7 @@ def test_what_is_read_before_it_is_wanted_changes_no_bit(tmp_path: Path) -> None
 def two_sequences(model: OffloadedModel) -> Tensor:
     """All logits of a step with one token of one sequence and a prompt of another."""
     runner, ids = ModelRunner(model.decode_model, batch_rows=16), list(range(40))
-    one, other = (new_pages(model.decode_model, KV_FORMATS["bf16"]).new(256) for _ in range(2))
+    one, other = (PagedKV(new_pages(model.decode_model, KV_FORMATS["bf16"]), 256) for _ in range(2))
     runner.forward([Chunk(ids[:20], one, 20)])
     return runner.forward([Chunk(ids[:21], one, 1, all_logits=True), Chunk(ids, other, 40, all_logits=True)])
 

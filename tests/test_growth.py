@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from localllm import Engine, EngineThread, FinishedEvent, GrownEvent, Request, SamplingParams
-from localllm.cache.paged_kv import KVPages
 from localllm.engine import context_growth as growth
 from localllm.engine import planner
 from localllm.engine.events import Event
 from localllm.engine.loader import LoadedModel
 from localllm.engine.placement import model_shape, smaller_kv
 from localllm.engine.prefix_config import KVReuse
+from localllm.engine.residency import Residency
 from localllm.errors import CheckpointError, ContextOverflowError, DoesNotFitError, Fix
 from localllm.models.families import load_config
 from localllm.models.offloaded_model import OffloadedModel
@@ -228,14 +228,14 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
     right = expected(directory, "int4", SHORT)
     with capped(directory, "int4", whole(directory, "int4", CTX)) as small:
         blocks = small.residency.placed.blocks  # type: ignore[union-attr]
-        plain_place, plain_new = OffloadedModel.place, KVPages.new
+        plain_place, plain_new = OffloadedModel.place, Residency.new_kv
 
         def place(self: OffloadedModel, blocks_then: object, *rest: object) -> None:
             if blocks_then != blocks:
                 raise failure
             plain_place(self, blocks_then, *rest)  # type: ignore[arg-type]
 
-        def new(self: KVPages, capacity: int) -> object:
+        def new(self: Residency, capacity: int) -> object:
             if capacity > CTX:
                 raise failure
             return plain_new(self, capacity)
@@ -244,7 +244,7 @@ def test_a_growth_that_fails_on_its_way_leaves_the_engine_as_it_was(
             if where == "blocks":
                 patch.setattr(OffloadedModel, "place", place)
             else:
-                patch.setattr(KVPages, "new", new)
+                patch.setattr(Residency, "new_kv", new)
             (finished,) = answer(small, LONG)
         assert isinstance(finished, FinishedEvent) and finished.error is not None
         assert small.ctx == CTX and small.residency.placed.blocks == blocks  # type: ignore[union-attr]

@@ -19,7 +19,8 @@ from torch import Tensor
 from localllm.bench.random_model import RandomBlocks, word_tokenizer
 from localllm.cache.kv_eviction import FORWARD_TOKENS, Eviction
 from localllm.cache.kv_format import KV_FORMATS
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import HOST
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
@@ -182,7 +183,7 @@ def test_a_token_sees_the_first_page_the_window_and_its_own(kv, how, window, siz
     shape = Heads(4, 2, 64, 0)
     qkv = torch.randn(sum(sizes), shape.H + 2 * shape.KH, shape.D, generator=torch.Generator().manual_seed(1))
     pages = new_pages(kv, f"sinks:{window}", shape)
-    sequence, found = pages.new(len(qkv)), []
+    sequence, found = PagedKV(pages, len(qkv)), []
     for segment in chunks(sequence, sizes):
         own = qkv[segment.past : segment.past + segment.end].clone()
         if how == "kernels":
@@ -331,7 +332,7 @@ MASS_CASES = [
 def test_the_kernel_sums_up_the_weights_that_pages_get(kv, shape):
     sizes = (300, 200, 1, 100, 3)
     pages = new_pages(kv, "heavy:256", shape)
-    sequence = pages.new(sum(sizes))
+    sequence = PagedKV(pages, sum(sizes))
     qkv = torch.randn(sum(sizes), shape.H + 2 * shape.KH, shape.D, generator=torch.Generator().manual_seed(2))
     for segment in chunks(sequence, sizes):
         begin, end = segment.past, segment.past + segment.end
@@ -358,7 +359,7 @@ def test_pages_that_get_the_attention_stay(how):
     for number in (2, 5):
         qkv[64 * number : 64 * (number + 1), 2, 0] = 8
     pages = new_pages("int8", "heavy:384", shape)
-    sequence = pages.new(length + 1)
+    sequence = PagedKV(pages, length + 1)
     for segment in chunks(sequence, (100, 400, 140, 64, 64)):
         own = qkv[segment.past : segment.past + segment.end].clone()
         if how == "kernels":

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from localllm import Engine, Request, SamplingParams
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.step_types import Chunk
 from localllm.kernels import cpu_latent_int8, kv_page, paged_attention
 from localllm.kernels.cpu_amx import has_amx as cpu_has_amx

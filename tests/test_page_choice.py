@@ -18,7 +18,8 @@ from torch import Tensor
 from localllm import hub
 from localllm.bench.random_model import word_tokenizer
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import HOST
 from localllm.engine.engine import Engine
 from localllm.engine.events import ignore
@@ -151,7 +152,7 @@ FROM = 200  # in the fourth page, from where on tokens choose; one of those betw
 
 
 def sequence(model: str, kv: str) -> PagedKV:
-    made = new_kv_pages(decoder(model), KV_FORMATS[kv], chosen_pages=1).new(len(IDS))
+    made = PagedKV(new_kv_pages(decoder(model), KV_FORMATS[kv], chosen_pages=1), len(IDS))
     made.attend_from = FROM
     return made
 
@@ -236,10 +237,10 @@ def test_the_bounds_of_pages_are_counted():
     """Two layers, two key heads, 32 features, two numbers of two bytes each; pages in blocks of 16."""
     pages = chosen_engine(1).residency.kv_pages
     before = pages.nbytes
-    kv = pages.new(900)
+    kv = PagedKV(pages, 900)
     assert pages.nbytes - before - sum(pool.nbytes for group in pages.groups for pool in group.pools) == 2 * 16 * 256
     kv.close()
-    assert pages.new(250).choice is None, "four pages are attended to in any case"
+    assert PagedKV(pages, 250).choice is None, "four pages are attended to in any case"
 
 
 @pytest.mark.parametrize(

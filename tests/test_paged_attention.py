@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import KV_FORMATS
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import HOST
 from localllm.kernels import cpu_linear, cpu_rope, kv_page, reference
 from localllm.kernels.cpu_isa import Isa
@@ -263,7 +264,7 @@ def test_attention_over_pages_is_that_over_their_keys(kv_format, window, softcap
     shape = Heads(6, 2, 64, 64, window=window, softcap=softcap)
     pages = new_pages(kv_format, shape)
     keys, values, q = random(past + new, 2, 64), random(past + new, 2, 64, seed=1), random(past + new, 6, 64, seed=2)
-    kv, outs = pages.new(past + new), []
+    kv, outs = PagedKV(pages, past + new), []
     for begin, end in [(0, past), (past, past + new)]:
         if begin == end:
             continue

@@ -22,7 +22,9 @@ from torch import Tensor
 from localllm.cache import page_folder
 from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import KV_FORMATS, choose_format
-from localllm.cache.paged_kv import KVPages, PagedKV, Spill, shared_tokens
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.layer_group import Spill
+from localllm.cache.paged_kv import PagedKV, shared_tokens
 from localllm.cache.pages import HOST, PagePool
 from localllm.cache.prefix import PrefixCache
 from localllm.kernels import kv_page
@@ -93,7 +95,7 @@ def held_layers(kv: PagedKV) -> Iterator[tuple[int, list[Tensor]]]:
 def used(pages: KVPages, prefix: PrefixCache, seed: int) -> list[int]:
     """500 tokens of a sequence that has come and gone."""
     ids = random.Random(seed).sample(range(10_000), 500)
-    sequence = pages.new(501)
+    sequence = PagedKV(pages, 501)
     prefix.attach(sequence, ids)
     grow(sequence, ids)
     prefix.seal(sequence, ids)
@@ -123,7 +125,7 @@ def assert_holds(kv: PagedKV, name: str, token_ids: list[int]) -> None:
 @every_format
 def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv):
     pages = new_pages(kv)
-    sequence, ids = pages.new(300), list(range(150))
+    sequence, ids = PagedKV(pages, 300), list(range(150))
     grow(sequence, ids)
     assert sequence.trim(140) == 140
     ids = [*ids[:140], *range(1000, 1020)]
@@ -134,12 +136,12 @@ def test_a_rollback_inside_the_open_page_is_free_and_is_written_over(kv):
 def test_of_a_page_that_will_go_to_the_disk_no_room_is_saved_for_others(tmp_path):
     pages = new_pages(spill=Spill(tmp_path, 8 * PAGE_TOKENS))
     prefix, ids = PrefixCache(bytes(32), pages), list(range(1000))
-    with closing(pages.new(1000)) as first, closing(pages.new(1000)) as second:
+    with closing(PagedKV(pages, 1000)) as first, closing(PagedKV(pages, 1000)) as second:
         grow(first, ids[:500])
         prefix.seal(first, ids[:500])
         prefix.attach(second, ids[:500])
         assert shared_tokens([first, second]) == PAGE_TOKENS, "the first one stays"
-        with closing(pages.new(1000)):
+        with closing(PagedKV(pages, 1000)):
             promised = pages.nbytes
             for end in range(520, 1000, 60):
                 grow(first, ids[:end])
@@ -153,7 +155,7 @@ def test_of_a_page_that_will_go_to_the_disk_no_room_is_saved_for_others(tmp_path
 def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv):
     pages = new_pages(kv)
     prefix = PrefixCache(bytes(32), pages)
-    first, second, ids = pages.new(400), pages.new(400), list(range(200))
+    first, second, ids = PagedKV(pages, 400), PagedKV(pages, 400), list(range(200))
     grow(first, ids)
     prefix.seal(first, ids)
     prefix.attach(second, ids)
@@ -170,7 +172,7 @@ def test_a_rollback_into_a_sealed_page_leaves_who_shares_it_as_he_was(kv):
 @every_format
 def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv):
     pages = new_pages(kv)
-    sequence, ids = pages.new(300), list(range(100))
+    sequence, ids = PagedKV(pages, 300), list(range(100))
     grow(sequence, ids)
     grow(sequence, [*ids, *range(500, 600)], advance=False)
     grow(sequence, [*ids, *range(700, 780)])
@@ -180,7 +182,7 @@ def test_what_a_forward_wrote_that_was_given_up_is_written_over(kv):
 def test_pages_that_a_forward_needed_are_copied_outside_of_it():
     pages = new_pages("bf16")
     with torch.inference_mode():
-        kv = pages.new(200)
+        kv = PagedKV(pages, 200)
         grow(kv, list(range(70)))
     branch = kv.branch(90)
     grow(branch, list(range(80)))
@@ -190,7 +192,7 @@ def test_pages_that_a_forward_needed_are_copied_outside_of_it():
 
 def test_a_closed_sequence_gives_everything_back():
     pages = new_pages()
-    sequence = pages.new(1000)
+    sequence = PagedKV(pages, 1000)
     grow(sequence, list(range(900)))
     sequence.close()
     sequence.close()  # once more changes nothing
@@ -200,7 +202,7 @@ def test_a_closed_sequence_gives_everything_back():
 
 def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch):
     pages = new_pages()
-    pages.new(64)
+    PagedKV(pages, 64)
     before = [pool.reserved for pool in pages.groups[0].pools]
 
     def fail(*_: object) -> None:
@@ -208,13 +210,13 @@ def test_a_reservation_that_finds_no_memory_takes_nothing(monkeypatch):
 
     monkeypatch.setattr(type(pages.groups[0].dense), "_grow", fail)
     with pytest.raises(MemoryError):
-        pages.new(100_000)
+        PagedKV(pages, 100_000)
     assert [pool.reserved for pool in pages.groups[0].pools] == before
 
 
 def test_a_window_holds_no_more_pages_than_it_sees():
     pages = new_pages("int8", windows=(100, None))
-    sequence, ids = pages.new(1000), list(range(1000))
+    sequence, ids = PagedKV(pages, 1000), list(range(1000))
     for end in range(1, 1001, 7):
         grow(sequence, ids[:end])
     windowed, whole = (sum(page is not None for page in table) for table in sequence.tables)
@@ -224,7 +226,7 @@ def test_a_window_holds_no_more_pages_than_it_sees():
 
 def test_a_rollback_behind_what_a_window_has_left_begins_anew():
     pages = new_pages("int8", windows=(100, None))
-    sequence, ids = pages.new(1000), list(range(900))
+    sequence, ids = PagedKV(pages, 1000), list(range(900))
     for end in (300, 600, 900):
         grow(sequence, ids[:end])
     assert sequence.trim(300) == 0
@@ -236,7 +238,7 @@ def test_a_rollback_behind_what_a_window_has_left_begins_anew():
 def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv):
     pages = new_pages(kv)
     prefix = PrefixCache(bytes(32), pages)
-    sequence, ids = pages.new(300), list(range(200))
+    sequence, ids = PagedKV(pages, 300), list(range(200))
     grow(sequence, ids)
     prefix.seal(sequence, ids)
     other = CARD
@@ -247,7 +249,7 @@ def test_pages_that_move_to_another_device_keep_their_bytes_and_their_owners(kv)
     pages.move([HOST, HOST])
     assert pages.is_on_host
     assert_holds(sequence, kv, ids)
-    again = pages.new(300)
+    again = PagedKV(pages, 300)
     prefix.attach(again, ids)
     assert_holds(again, kv, ids[:192])
 
@@ -256,7 +258,7 @@ def test_pages_go_to_ram_and_come_back_whatever_devices_they_are_on():
     pages = new_pages("int4", device=CARD)
     prefix = PrefixCache(bytes(32), pages, ram_bytes=1 << 24)
     ids, *_ = [used(pages, prefix, seed) for seed in range(4)]  # each pushes the one before out of the pools
-    sequence = pages.new(501)
+    sequence = PagedKV(pages, 501)
     prefix.attach(sequence, ids)
     assert sequence.length == 448 and prefix.counts.ram >= 5
     assert_holds(sequence, "int4", ids[:448])
@@ -266,7 +268,7 @@ def test_a_page_goes_to_another_memory_and_back_in_one_copy(monkeypatch):
     """Not layer by layer: a GPU has all of them in one run of bytes."""
     pages = new_pages("int8", (None,) * 8, device=CARD)
     (group,) = pages.groups
-    sequence = pages.new(300)
+    sequence = PagedKV(pages, 300)
     sequence.prepare(200)
     held = [page for page in sequence.tables[0] if page is not None]
     for page in held:
@@ -308,7 +310,7 @@ def test_what_serves_later_prompts_alone_is_given_up_where_memory_runs_out():
     *_, ids = [used(pages, prefix, seed) for seed in range(3)]
     assert prefix.ram_used_bytes and prefix.limit_ram(0)
     assert not prefix.ram_used_bytes
-    sequence = pages.new(501)
+    sequence = PagedKV(pages, 501)
     prefix.attach(sequence, ids)
     assert sequence.length == 448  # in the pools still
     check_pages(pages)
@@ -319,7 +321,7 @@ def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_res
     prefix = PrefixCache(bytes(32), pages)
     ids, sequences = list(range(2000, 2450)), []
     for _ in range(2):
-        kv = pages.new(450)
+        kv = PagedKV(pages, 450)
         prefix.attach(kv, ids[:200])
         grow(kv, ids[:200])
         prefix.seal(kv, ids)
@@ -335,7 +337,7 @@ def test_two_chats_that_share_what_a_window_leaves_grow_no_further_than_they_res
 def test_a_chain_is_let_go_from_its_tail_however_it_is_left():
     pages = new_pages("bf16")
     prefix = PrefixCache(bytes(32), pages)
-    kv, ids = pages.new(450), list(range(300))
+    kv, ids = PagedKV(pages, 450), list(range(300))
     grow(kv, ids)
     prefix.seal(kv, ids)
     numbers = {page: number for number, page in enumerate(kv.tables[0])}
@@ -345,8 +347,8 @@ def test_a_chain_is_let_go_from_its_tail_however_it_is_left():
 
 def test_memory_that_nobody_was_promised_is_given_back():
     pages = new_pages("int8")
-    kv, held = pages.new(64), pages.nbytes
-    pages.new(4500).close()
+    kv, held = PagedKV(pages, 64), pages.nbytes
+    PagedKV(pages, 4500).close()
     grown = pages.nbytes
     pages.shrink()
     check_pages(pages)
@@ -430,7 +432,7 @@ class Sequences(RuleBasedStateMachine):
     def admit(self, family: int, length: int, own: int) -> None:
         ids = [family * 1000 + i for i in range(length)] + [5000 + own] * 3
         with suppress(MemoryError):
-            kv = self.pages.new(450)
+            kv = PagedKV(self.pages, 450)
             self.live.append((kv, ids))
             self.written(lambda: self.prefix.attach(kv, ids))
 
@@ -533,7 +535,7 @@ def test_a_place_in_the_file_that_another_sequence_takes_is_read_anew(tmp_path):
     assert ring is not None
 
     def filled_with(value: int) -> PagedKV:
-        kv = pages.new(8 * PAGE_TOKENS)
+        kv = PagedKV(pages, 8 * PAGE_TOKENS)
         for number in range(8):
             kv.prepare((number + 1) * PAGE_TOKENS)
             page = kv.tables[0][number]

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from localllm.cache.kv_pages import KVPages
 from localllm.cache.layer_group import LayerGroup
 from localllm.cache.page_file import PageKey
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import Page
 from localllm.cache.prefix import PrefixCache
 from localllm.cache.spans import Span, SpanIndex

@@ -21,10 +21,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from localllm.cache.disk import DiskTier
+from localllm.cache.kv_pages import KVPages
 from localllm.cache.miss_reason import CacheMiss
 from localllm.cache.page_file import READERS, PageKey
 from localllm.cache.page_folder import name_of, snapshot_digest
-from localllm.cache.paged_kv import KVPages, PagedKV
+from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import Page, PagePool
 from localllm.cache.snapshots import SnapshotCache
 from localllm.kernels.kv_page import PAGE_TOKENS

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from localllm import hub
 from localllm.cache.kv_format import choose_format, dense_heads_note
+from localllm.cache.layer_group import Spill
 from localllm.cache.page_folder import kv_root
-from localllm.cache.paged_kv import Spill
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.adaptable_layers import AdaptableLayers
 from localllm.engine.adapters import AdapterCache, adapter_bytes

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import KVFormat
-from localllm.cache.paged_kv import KVPages, PagedKV, Spill
+from localllm.cache.kv_pages import KVPages
+from localllm.cache.layer_group import Spill
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.events import ignore
 from localllm.engine.memory import OtherPrograms, is_device_out_of_memory, is_out_of_memory
 from localllm.engine.runner import ModelRunner
@@ -154,7 +156,7 @@ class Residency:
         return self._is_native
 
     def new_kv(self, capacity: int) -> PagedKV:
-        return self.kv_pages.new(capacity)
+        return PagedKV(self.kv_pages, capacity)
 
     def watch_states(self, on_states: Callable[[Sequence[Chunk], Tensor], None] | None) -> None:
         """Have the hidden states of each forward's tokens handed over, as `ModelRunner` does, wherever the model is."""

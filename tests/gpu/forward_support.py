@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.cache.kv_format import KVFormat
-from localllm.cache.paged_kv import KVPages
+from localllm.cache.kv_pages import KVPages
 from localllm.cache.pages import HOST
 from localllm.kernels import kv_page, reference
 from localllm.kernels.gpu.attention import AttentionHistory, tasks_of

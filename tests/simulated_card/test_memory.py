@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.engine import Engine
 from localllm.engine.sampler import PlainDraw
 from localllm.engine.step_types import Chunk
@@ -141,7 +142,7 @@ def test_a_fault_of_the_card_ends_the_engine_and_the_next_one_computes_by_operat
 def test_pages_come_back_on_a_card_whose_copies_run_late(lockable, schedule, simulated_card):
     """The next page is written to locked memory while the ones before are on their way from there."""
     with simulated_card(CardConfig(schedule, lockable_bytes=lockable)):
-        sequence = new_pages("int8", (None,) * 4, device=DEVICE).new(700)
+        sequence = PagedKV(new_pages("int8", (None,) * 4, device=DEVICE), 700)
         sequence.prepare(640)
         held = [page for page in sequence.tables[0] if page is not None]
         contents = [torch.randint(0, 256, (page.pool.page_bytes,), dtype=torch.uint8) for page in held]

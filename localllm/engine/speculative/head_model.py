@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from localllm.cache.kv_format import choose_format
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.memory import is_out_of_memory
 from localllm.engine.planner import DraftShape, ModelPlanner
 from localllm.engine.residency import Residency, new_pages
@@ -76,7 +77,7 @@ class HeadModel:
         head_of = partial(parts.draft_head, blocks)
         kv_format = choose_format(self.kv, self.config.kv_shapes, self.dtype.itemsize)
         pages = new_pages(head_of(residency.model), kv_format)
-        return HeadDrafter(residency, head_of, pages.new, sequences)
+        return HeadDrafter(residency, head_of, partial(PagedKV, pages), sequences)
 
 
 def _is_whole(files: ModelFiles, head: ModelConfig, recipe: Recipe) -> bool:
