@@ -92,7 +92,7 @@ def test_a_stored_cap_on_the_gpu_is_left_aside_with_one_note_where_there_is_none
     path = store(home, 'vram = "2GiB"')
     for result in (ask(model), run_cli("plan", model), run_cli("plan", model, "--device", "cpu", "--json")):
         assert (result.code, bool(result.out)) == (0, True)
-        note = f"the setting vram from {path}:2 is left aside: no GPU is used"
+        note = f"the setting vram from {path}:2 is left aside: no GPU is used; --ram limits the memory of a CPU"
         assert result.err.splitlines().count(note) == 1
 
 

@@ -24,12 +24,11 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.cache.pages import HOST
 from localllm.engine.engine import Engine
 from localllm.engine.loader import LoadedModel
-from localllm.engine.placement import held_tokens, model_shape, require_eviction
+from localllm.engine.placement import held_tokens, model_shape
 from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Limits
-from localllm.errors import UsageError
 from localllm.kernels import cpu_linear, kv_page
 from localllm.kernels.cpu_jit import host_isas
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
@@ -42,7 +41,6 @@ from localllm.models.load import load_decoder
 from localllm.models.shapes import shipped_shapes
 from localllm.quant.layouts import SIZES
 from localllm.quant.recipe import recipe
-from localllm.settings import EngineConfig
 from tests.cli_support import run_cli
 from tests.engine_support import Heard, answered
 from tests.kv_support import check_pages
@@ -399,31 +397,6 @@ def test_a_plan_counts_the_tokens_that_stay():
     assert found.kv_bytes(32768) == whole.kv_bytes(found.held_tokens) < whole.kv_bytes(32768) / 8
     assert found.kv_bytes(2 * 32768, 2) == 2 * found.kv_bytes(32768)
     assert found.kv_bytes(500) == whole.kv_bytes(500)
-
-
-REFUSED = [
-    ("llama", {"kv_evict": "heavy:128"}, "cpu", "the least budget is 192", "--kv-evict heavy:192"),
-    ("llama", {"kv_evict": "sinks:64"}, "cuda", "kernels of a GPU", "--device cpu"),
-    ("llama", {"kv_evict": "sinks:64", "kv_offload": "auto"}, "cpu", "read by no token", "leave --kv-offload out"),
-    ("latent", {"kv_evict": "heavy:1024"}, "cpu", "latent attention", "--kv-evict sinks:1024"),
-    ("all windowed", {"kv_evict": "sinks:64"}, "cpu", "a window of its own, of at most 70 tokens", "--kv-evict off"),
-    ("stateful", {"kv_evict": "sinks:64"}, "cpu", "no layer of this model has keys", "--kv-evict off"),
-]
-
-
-@pytest.mark.parametrize(("model", "wanted", "device", "why", "fix"), REFUSED)
-def test_what_cannot_be_is_refused(model, wanted, device, why, fix):
-    others = {
-        "all windowed": LLAMA | {"model_type": "mistral", "sliding_window": 70},
-        "stateful": {
-            "model_type": "mamba2", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4,
-            "head_dim": 32, "state_size": 16, "n_groups": 1, "conv_kernel": 4, "expand": 2,
-        },
-    }  # fmt: skip
-    config = parse_config({**SHAPES, **others}[model], "a test's config")
-    with pytest.raises(UsageError) as caught:
-        require_eviction(config, EngineConfig(**wanted), device)
-    assert why in caught.value.why and fix in caught.value.fix
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from localllm.offload.planner.machine import Memory
 from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig
-from tests.cli_support import run_cli, write_checkpoint
+from tests.cli_support import run_cli
 from tests.engine_support import Heard, answered, generated, steps
 
 RESIDENT, CTX = 256, 1024
@@ -207,14 +207,6 @@ def test_what_it_cannot_do_is_refused():
     assert wrong.code == 2 and "256" in wrong.err
     private = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "auto", "--private")
     assert private.code == 2 and "stores nothing on the disk" in private.err
-    idle = run_cli("plan", "rwkv7-1.5b", "--kv-offload", "auto")
-    assert idle.code == 2 and "--kv-offload has no effect" in idle.err
-
-
-def test_a_model_of_windows_alone_is_refused(tmp_path):
-    write_checkpoint(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=32)
-    idle = run_cli("run", tmp_path, "-p", "the fox", "--kv-offload", "auto")
-    assert idle.code == 2 and "--kv-offload has no effect" in idle.err
 
 
 def test_a_plan_of_later_keeps_as_many_in_memory_as_pages_were_made_for(monkeypatch):

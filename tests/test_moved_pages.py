@@ -24,16 +24,15 @@ from localllm.cache.spans import Span, SpanIndex
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent
 from localllm.engine.loader import LoadedModel
-from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE, KVReuse, wanted_reuse
+from localllm.engine.prefix_config import IN_POOLS, NO_REUSE, UNKNOWN_SOURCE, KVReuse
 from localllm.engine.request import Request, SamplingParams
-from localllm.errors import Fix, UsageError
+from localllm.errors import UsageError
 from localllm.kernels.kv_page import load, rotated
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
-from localllm.settings import EngineConfig
 from tests.kv_support import check_pages, check_prefix
-from tests.test_prefix_cache import COMMON, CTX, HYBRID, SHAPE, VOCAB, computed, engine, greedy, tokens
+from tests.test_prefix_cache import COMMON, CTX, SHAPE, VOCAB, computed, engine, greedy, tokens
 from tests.thinning import examples
 
 ROOT = bytes(32)
@@ -370,32 +369,6 @@ TestQuestions.settings = settings(max_examples=examples(20), stateful_step_count
 
 
 # What cannot be
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (HYBRID, "recurrent states"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
-          "factor": 2.0, "original_max_position_embeddings": 128}}, "longrope"),
-        ({"model_type": "hunyuan_v1_dense", "head_dim": 32, "use_qk_norm": True}, "normalised behind their rotation"),
-    ],
-)  # fmt: skip
-def test_models_whose_keys_cannot_be_turned_are_refused(more, why):
-    config = parse_config(SHAPE | more, "a test's config")
-    assert not wanted_reuse(IN_POOLS, EngineConfig(), config).moves
-    with pytest.raises(UsageError) as caught:
-        wanted_reuse(IN_POOLS, EngineConfig(reuse="chunks"), config)
-    assert why in str(caught.value.why) and caught.value.fixes == (Fix.flag("--reuse", "prefix"),)
-
-
-def test_reuse_and_eviction_are_refused_together():
-    with pytest.raises(UsageError, match="reuse chunks is not possible") as caught:
-        wanted_reuse(
-            IN_POOLS, EngineConfig(reuse="chunks", kv_evict="sinks:512"), parse_config(SHAPE, "a test's config")
-        )
-    assert "--kv-evict" in str(caught.value.why)
 
 
 def test_requests_that_need_every_token_or_an_engine_without_a_cache_are_refused():

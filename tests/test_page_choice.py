@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm import hub
 from localllm.bench.random_model import word_tokenizer
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
 from localllm.cache.kv_pages import KVPages
@@ -24,25 +23,21 @@ from localllm.cache.pages import HOST
 from localllm.engine.engine import Engine
 from localllm.engine.events import ignore
 from localllm.engine.loader import LoadedModel
-from localllm.engine.placement import require_choice
 from localllm.engine.planner import ModelPlanner
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.residency import new_pages as new_kv_pages
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Chunk
-from localllm.errors import UsageError
 from localllm.kernels.kv_page import NOT_FINITE
 from localllm.kernels.paged_attention import paged_attention
 from localllm.kernels.sizes import KVShape
 from localllm.layers.config import AttentionConfig, RopeConfig
 from localllm.layers.native_attention import NativeAttention
 from localllm.layers.segment import Segment
-from localllm.models.families import load_config
 from localllm.models.shapes import find_shape
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.settings import EngineConfig
-from tests.cli_support import run_cli
 from tests.engine_support import answered, generated
 from tests.kv_support import LAYERS, filled
 from tests.kv_support import random as random_numbers
@@ -241,21 +236,6 @@ def test_the_bounds_of_pages_are_counted():
     assert pages.nbytes - before - sum(pool.nbytes for group in pages.groups for pool in group.pools) == 2 * 16 * 256
     kv.close()
     assert PagedKV(pages, 250).choice is None, "four pages are attended to in any case"
-
-
-@pytest.mark.parametrize(
-    ("model", "told"), [("deepseek-v2-lite", "latents"), ("rwkv7-1.5b", "no layer of it has keys")]
-)
-def test_what_has_no_pages_to_choose_from_is_refused(model, told):
-    ran = run_cli("plan", model, "--attend", "top:8")
-    assert ran.code == 2 and told in ran.err and "--attend all" in ran.err
-
-
-def test_a_gpu_is_refused():
-    config = load_config(hub.locate("tiny").directory)
-    with pytest.raises(UsageError, match="--attend top:8") as caught:
-        require_choice(config, EngineConfig(attend="top:8"), "cuda")
-    assert "--device cpu" in str(caught.value.fix)
 
 
 def test_a_plan_knows_the_bounds_and_what_is_read():

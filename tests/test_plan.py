@@ -40,7 +40,6 @@ from localllm.offload.streaming.expert_uses import BINS
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
 from localllm.settings import EngineConfig, parse_bytes
-from tests.checkpoints import write_checkpoint
 from tests.cli_support import run_cli
 
 RATES = Rates(matrix_gbs=40.0, compute_gops=1200.0, disk_gbs=1.5)
@@ -451,18 +450,6 @@ def test_a_plan_says_which_layers_keep_a_state(family: str, own: dict[str, Any],
 def test_the_usual_context_is_long_where_few_layers_keep_keys(model: str, most: int) -> None:
     shape = model_shape(find_shape(model).config, RECIPES["int4-g64"], "bf16", model)
     assert max(shape.default_ctx, shape.cheap_ctx) == most
-
-
-def test_a_typed_format_of_keys_that_a_model_does_not_keep_is_refused_and_a_stored_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path, "mamba2")
-    for command in (["plan", tmp_path], ["run", tmp_path, "--raw", "-p", "hi", "--max-tokens", "2"]):
-        refused = run_cli(*command, "--kv", "int4")
-        assert refused.code == 2 and "--kv has no effect" in refused.err
-        with monkeypatch.context() as patch:
-            patch.setenv("LOCALLLM_KV", "int4")
-            assert run_cli(*command).code == 0
 
 
 @pytest.mark.usefixtures("small_process")

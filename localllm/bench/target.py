@@ -16,7 +16,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.kernel_check import note_device, scope_of
 from localllm.engine.loader import LoadedModel, Watcher
 from localllm.engine.memory import HEADROOM, available_bytes, choose_device, choose_dtype, use_threads
-from localllm.engine.placement import require_choice
+from localllm.engine.model_options import require_effect
 from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, Fix
@@ -62,7 +62,7 @@ def random_target(
     if config.threads is not None:
         use_threads(config.threads)
     device = choose_device(config.device)
-    require_choice(shape.config, config, str(device))
+    require_effect(shape.config, config, str(device))
     named, dtype = dtype_name(config.dtype, str(device)), choose_dtype(config.dtype, device)
     weights = recipe(choose_recipe(config.weights, shape.config, (), named))
     kv = wanted_format(config.kv, config.dtype, config.weights)

@@ -16,8 +16,9 @@ from localllm.cli.load_progress import LoadLine, on_a_thread
 from localllm.cli.options import flag_of, number, option, refuse_together, takes
 from localllm.cli.output import Output, ProgressLine
 from localllm.cli.selection import read_settings, select
+from localllm.config import DEFAULT
 from localllm.errors import Fix
-from localllm.runtime.engine_loader import engine_config
+from localllm.runtime.engine_loader import engine_config, refuse_idle
 from localllm.runtime.presets import choose
 from localllm.settings import MACHINE, OUTPUT, EngineConfig
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from localllm.bench.report import BenchmarkReport
     from localllm.bench.target import BenchmarkTarget
     from localllm.bench.workload import Workload
+    from localllm.models.architecture import ModelConfig
 
 BENCH_EXAMPLES = """Examples:
 
@@ -156,8 +158,9 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
         watcher = Watcher(reading=line.update, measuring=line.show, noting=line.interject)
         return random_target(shape, config, workload, watcher)
 
+    refuse_idle(cli.resolved, shape.config)
     with line:
-        return _measure(cli, load, workload, line)
+        return _measure(cli, shape.config, load, workload, line)
 
 
 def _measure_installed(cli: CliContext, flags: Mapping[str, Any], workload: Workload) -> BenchmarkReport:
@@ -165,7 +168,8 @@ def _measure_installed(cli: CliContext, flags: Mapping[str, Any], workload: Work
 
     selection = select(cli, flags["model"], flags)
     files = selection.files
-    workload.check(files.name, load_config(files.directory))
+    config = load_config(files.directory)
+    workload.check(files.name, config)
     shown = LoadLine(cli, selection)
 
     def load(config: EngineConfig) -> BenchmarkTarget:
@@ -176,13 +180,17 @@ def _measure_installed(cli: CliContext, flags: Mapping[str, Any], workload: Work
 
     with shown.line:
         try:
-            return _measure(cli, load, workload, shown.line)
+            return _measure(cli, config, load, workload, shown.line)
         finally:
             shown.packing.leave()
 
 
 def _measure(
-    cli: CliContext, load: Callable[[EngineConfig], BenchmarkTarget], workload: Workload, line: ProgressLine
+    cli: CliContext,
+    model: ModelConfig,
+    load: Callable[[EngineConfig], BenchmarkTarget],
+    workload: Workload,
+    line: ProgressLine,
 ) -> BenchmarkReport:
     """Load and measure on one thread: the number of threads that compute is set for that alone."""
 
@@ -198,10 +206,10 @@ def _measure(
         from localllm.hub.packed import packed_root
 
         assert cli.resolved is not None
-        config = engine_config(cli.resolved, line.interject)
         # What it does not take counts as off where a file or a variable has it.
-        off = replace(config, speculate="off", kv_offload="off", kv_evict="off", reuse="prefix")
-        config = replace(off, ctx=workload.ctx)
+        off = {"speculate": "off", "kv_offload": "off", "kv_evict": "off", "reuse": "prefix"}
+        resolved = cli.resolved.overlaid({name: (value, DEFAULT) for name, value in off.items()})
+        config = replace(engine_config(resolved, model, line.interject), ctx=workload.ctx)
         device = choose_device(config.device)
         return run_benchmark(lambda: load(config), workload, device=device, disk=packed_root(), notify=notify)
 

@@ -117,7 +117,7 @@ def _plan_cards(cli: CliContext, name: str, resolved: ResolvedSettings, flags: M
         cli.output.note(f"device = cpu ({resolved.origins['device'].where}) is left aside: --gpu names a card")
     with cli.output.progress("planning") as line:
         rows = []
-        for found in considered_elsewhere(name, resolved, flags["goal"], cards, line.show):
+        for found in considered_elsewhere(name, resolved, flags["goal"], cards, line.show, line.interject):
             planned = found.considered.advised() if len(cards) == 1 else found.considered.planned
             basis = estimates([(found.card, planned.shape.weights)])
             rows.append(CardRow(found.card, replace(planned, estimates=[*basis, *planned.estimates])))

@@ -11,12 +11,14 @@ from localllm.cli.context import CliContext
 from localllm.cli.options import setting_flags
 from localllm.config import ResolvedSettings, load_settings
 from localllm.errors import AdapterError, Fix, ModelNotFoundError, UsageError
-from localllm.runtime.engine_loader import refuse_idle_kv, refuse_idle_vram
+from localllm.runtime.engine_loader import refuse_idle, refuse_idle_vram
 from localllm.runtime.presets import choose
 from localllm.runtime.selection import Selection, is_model, locate, require_weights, with_defaults
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
+
+_OF_KV = ("kv", "kv_offload", "attend", "kv_evict", "reuse")  # not for each model
 
 
 def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -35,10 +37,10 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
         raise
     require_weights(cli.model)
     selection = replace(with_defaults(resolved, cli.model), preset=preset)
-    if flags.get("kv") is not None or flags.get("kv_offload") is not None:
+    if any(flags.get(name) is not None for name in _OF_KV):
         from localllm.models.families import load_config
 
-        refuse_idle_kv(load_config(cli.model.directory), resolved)
+        refuse_idle(resolved, load_config(cli.model.directory))
     if "pull" in flags:
         _pull_adapters(cli, selection, unasked=flags["pull"])
     return selection

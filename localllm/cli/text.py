@@ -94,7 +94,7 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
     text = read_input(flags["file"], "--file", cli.output)
     selection = select(cli, flags["model"], flags)
     with (
-        loading(cli, selection, Opening(speculates=False)) as load,  # what is asked for is measured
+        loading(cli, selection, Opening(measures=True)) as load,  # what is asked for is measured
         cli.output.progress("measuring") as line,
     ):
         engine = cast("Engine", load.wait())

@@ -30,7 +30,7 @@ from localllm.engine.kv_allocator import KVAllocator
 from localllm.engine.loader import DraftModel, LoadedModel, Loading, Watcher
 from localllm.engine.perplexity import Perplexity, perplexity
 from localllm.engine.planner import ModelPlanner
-from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse, wanted_reuse
+from localllm.engine.prefix_config import IN_POOLS, UNKNOWN_SOURCE, Computed, KVReuse
 from localllm.engine.request import Request, SamplingParams, require_grammar_alone, require_ids
 from localllm.engine.residency import Residency
 from localllm.engine.runner import BATCH_ROWS, ModelRunner
@@ -143,7 +143,7 @@ class Engine(StepLoop):
         started, watcher, speculate = time.perf_counter(), watcher or Watcher(), Speculate.of(config)
         files = model if isinstance(model, hub.ModelFiles) else hub.locate(str(model))
         contents, model_config = hub.contents(files.directory), load_config(files.directory)
-        tokenizer, reuse = Tokenizer.load(files.directory), wanted_reuse(reuse, config, model_config)
+        tokenizer, reuse = Tokenizer.load(files.directory), replace(reuse, moves=config.reuse == "chunks")
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
         second = DraftModel.of(speculate.draft_model, tokenizer, planner)
         draft = second or HeadModel.of(model_config, files, speculate, planner)

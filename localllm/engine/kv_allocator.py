@@ -15,13 +15,13 @@ from localllm.cache.paged_kv import PagedKV
 from localllm.engine.adapters import AdapterCache, adapter_bytes, variant
 from localllm.engine.events import ignore
 from localllm.engine.memory import is_device_out_of_memory, is_out_of_memory
+from localllm.engine.model_options import EVICTION_AND_MOVED, why_not_moved
 from localllm.engine.prefix_config import (
     Computed,
     KVReuse,
     kept_bytes,
     page_mover,
     prefix_cache,
-    require_movable,
     snapshot_bytes,
 )
 from localllm.engine.request import Request
@@ -126,7 +126,8 @@ class KVAllocator:
         if request.reuse == "chunks":
             evicts = any(group.eviction is not None for group in self._residency.kv_pages.groups)
             fix = Fix.advice('leave "reuse" out of the request')
-            require_movable(self._residency.config, fix, evicts=evicts)
+            if why := EVICTION_AND_MOVED if evicts else why_not_moved(self._residency.config):
+                raise UsageError("reuse chunks is not possible here", why=why, fix=fix)
             if self.prefix is None:
                 raise UsageError("documents cannot be reused", why="this engine keeps nothing of earlier prompts")
 

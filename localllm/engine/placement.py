@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import psutil
 
-from localllm.cache.kv_eviction import LEAST_TOKENS, Eviction, most_pages
+from localllm.cache.kv_eviction import Eviction, most_pages
 from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
@@ -25,9 +25,7 @@ from localllm.offload.planner.model_shape import BlockShape, ExpertShape, ModelS
 from localllm.offload.planner.plan import GIB
 from localllm.offload.streaming.host_buffer import give_back_freed
 from localllm.quant.layouts import DTYPE_NAMES, ITEM_BYTES, BF12Layout, NF4Layout, Sizes
-from localllm.settings import EngineConfig
 
-TO_CPU = Fix.flag("--device", "cpu")
 # What a process comes to hold beside its model once it computes: compiled kernels, pages of libraries, stacks.
 _GROWTH_BYTES = 12 << 20
 # What a process holds without model and tokenizer when it computes, the same for every command that asks: run, chat and
@@ -230,26 +228,6 @@ def require_context(config: ModelConfig, asked: int | None) -> None:
         )
 
 
-def require_choice(config: ModelConfig, wanted: EngineConfig, device: str, to_cpu: Fix = TO_CPU) -> None:
-    """Raise UsageError where tokens of an answer shall choose the pages that they attend to, and cannot. to_cpu: the
-    flag by which a CPU computes."""
-    if wanted.chosen_pages is None:
-        return
-    why, fix = "", Fix.flag("--attend", "all")
-    if device != "cpu":
-        why, fix = "a GPU's kernels attend to all pages; those of a CPU choose", to_cpu
-    elif config.latents:
-        why = (
-            "its layers keep latents, which are keys of all heads at once: no bound of them tells one head's best pages"
-        )
-    elif not config.kv_shapes:
-        why = "no layer of it has keys: each keeps a state of a fixed size"
-    elif None not in config.windows:
-        why = f"each of its layers sees a window of {max(each or 0 for each in config.windows)} tokens, and no more"
-    if why:
-        raise UsageError(f"--attend {wanted.attend} is not possible here", why=why, fix=fix)
-
-
 def held_tokens(config: ModelConfig, kv_evict: str) -> int | None:
     """Return the tokens whose keys and values a sequence has at most at one time; None where it has all. kv_evict: as
     the setting."""
@@ -257,33 +235,3 @@ def held_tokens(config: ModelConfig, kv_evict: str) -> int | None:
     if eviction is None:
         return None
     return PAGE_TOKENS * max(most_pages(window, eviction) or 0 for window in config.windows)
-
-
-def require_eviction(config: ModelConfig, wanted: EngineConfig, device: str, to_cpu: Fix = TO_CPU) -> None:
-    """Raise UsageError where keys and values cannot leave as asked. to_cpu: as `require_choice` has it."""
-    eviction, off = Eviction.of(wanted.kv_evict), Fix.flag("--kv-evict", "off")
-    if eviction is None:
-        return
-    what, least = f"--kv-evict {wanted.kv_evict} is not possible", LEAST_TOKENS[eviction.kind]
-    if eviction.tokens < least:
-        why = f"the least budget is {least} tokens: the first page of {PAGE_TOKENS}, the newest, and one that is chosen"
-        raise UsageError(what, why=why, fix=Fix.flag("--kv-evict", f"{eviction.kind}:{least}"))
-    if None not in config.windows:
-        if config.windows:
-            longest = max(filter(None, config.windows))
-            why = f"every layer with keys and values has a window of its own, of at most {longest} tokens"
-        else:
-            why = "no layer of this model has keys and values: its states take the same memory for a text of any length"
-        raise UsageError(what + " with this model", why=why, fix=off)
-    if wanted.kv_offload != "off":
-        why = "what has left is read by no token, and needs no room on the disk"
-        raise UsageError(f"{what} with --kv-offload {wanted.kv_offload}", why=why, fix=Fix.without("--kv-offload"))
-    if wanted.chosen_pages is not None:
-        why = "--attend chooses among all pages before a token, and --kv-evict removes some of them"
-        raise UsageError(f"{what} with --attend {wanted.attend}", why=why, fix=[Fix.flag("--attend", "all"), off])
-    if device != "cpu":
-        why = "kernels of a GPU read all pages of a sequence"
-        raise UsageError(f"{what} on {device}", why=why, fix=[to_cpu, off])
-    if eviction.kind == "heavy" and config.latents:
-        why = "latent attention does not tell how much of it a page gets"
-        raise UsageError(what + " with this model", why=why, fix=Fix.flag("--kv-evict", f"sinks:{eviction.tokens}"))

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 from localllm.cache.kv_format import wanted_format
 from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
+from localllm.engine.model_options import TO_CPU, require_effect
 from localllm.engine.placement import (
     BATCH_ROWS,
-    TO_CPU,
     held_tokens,
     model_shape,
     process_memory,
     require_cap,
-    require_choice,
     require_context,
-    require_eviction,
     with_choice,
     with_windows,
 )
@@ -30,7 +28,6 @@ from localllm.errors import Fix
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
-from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.hit_curve import HitCurve
 from localllm.offload.planner.host_placements import LOGIT_ROWS
 from localllm.offload.planner.machine import NOTHING, Held, Machine, Memory, Rates
@@ -129,11 +126,9 @@ class ModelPlanner:
 
             use_threads(wanted.threads)
         device = device_name(wanted.device) if other is None else other.device
-        require_card(device, wanted.vram)
         require_context(config, wanted.ctx)
         to_cpu = TO_CPU if other is None else Fix.flag("--gpu", "none")
-        require_choice(config, wanted, device, to_cpu)
-        require_eviction(config, wanted, device, to_cpu)
+        require_effect(config, wanted, device, to_cpu)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
         dtype = dtype_name(named, device) if other is None else other.dtype_name(named)
@@ -282,9 +277,3 @@ class ModelPlanner:
             except BaseException:
                 child.kill()
                 raise
-
-
-def require_card(device: str, vram: int | None) -> None:
-    """Raise UsageError for a cap on a GPU's memory where none is used."""
-    if vram is not None and not has_card(device):
-        raise idle_vram()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -17,11 +17,8 @@ from localllm.cache.page_file import LAYOUT_VERSION
 from localllm.cache.prefix import PrefixCache
 from localllm.engine.events import ignore
 from localllm.engine.residency import Residency
-from localllm.errors import Fix, UsageError
-from localllm.layers.config import AttentionConfig, KeyValue
-from localllm.models.architecture import ModelConfig
+from localllm.layers.config import KeyValue
 from localllm.offload.planner.plan import KEPT_PAGES, SNAPSHOTS, Plan
-from localllm.settings import EngineConfig
 
 _LEAST_QUEUE_BYTES = 16 << 20  # a few pages, under the tightest cap too: without them nothing reaches the disk
 _PAGES_VERSION = 3  # of the pages' bytes and of what is computed into them
@@ -80,33 +77,8 @@ def prefix_cache(reuse: KVReuse, computed: Computed, residency: Residency, plan:
     return PrefixCache(root, residency.kv_pages, ram_bytes, disk, snapshots)
 
 
-def require_movable(config: ModelConfig, fix: Fix, *, evicts: bool) -> None:
-    """Raise UsageError for a model whose keys and values cannot be taken to another position. evicts: whether pages
-    leave before the end."""
-    kinds = sorted({rope.kind for rope in config.ropes if rope.kind in ("dynamic", "longrope")})
-    why = ""
-    if config.state_shapes:
-        num_states, num_layers = len(config.state_shapes), config.num_layers
-        why = f"{num_states} recurrent states in its {num_layers} layers are of all tokens before, not of a document"
-    elif evicts:
-        why = "--kv-evict removes pages by what each token attends to, and tokens that are reused are not computed"
-    elif kinds:
-        why = f"RoPE of the kind {kinds[0]} turns all keys differently as the prompt grows"
-    elif any(isinstance(each, AttentionConfig) and each.rotates_first for each in config.keepers):
-        why = "its keys are normalised behind their rotation, and cannot be turned further"
-    if why:
-        raise UsageError("reuse chunks is not possible here", why=why, fix=fix)
-
-
-def wanted_reuse(reuse: KVReuse, wanted: EngineConfig, config: ModelConfig) -> KVReuse:
-    """Raises as `require_movable`."""
-    if wanted.reuse == "chunks":
-        require_movable(config, Fix.flag("--reuse", "prefix"), evicts=wanted.kv_evict != "off")
-    return replace(reuse, moves=wanted.reuse == "chunks")
-
-
 def page_mover(prefix: PrefixCache, residency: Residency, share: float) -> PageMover:
-    """Return what fills pages of a model that `require_movable` lets pass."""
+    """Return what fills pages of a model whose keys can be turned."""
     config, rotaries = residency.config, residency.model.rotaries
     frequencies = [
         rotaries[config.rotations.index((each.rope, each.rotary_dim))].frequencies(())[0] if each.rotary_dim else None

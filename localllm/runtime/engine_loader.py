@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from localllm.config import ResolvedSettings
+from localllm.config import DEFAULT, ResolvedSettings
 from localllm.errors import Fix, UsageError
 from localllm.runtime.selection import Selection
 from localllm.settings import EngineConfig, Settings
@@ -29,13 +30,13 @@ class Opening:
     job: many prompts that are to be answered at once; None: single ones.
     parallel: how many single ones may come at once; None: the usual number.
     keeps_pages: pages of the prompts may outlive the process, where the user has not said otherwise.
-    speculates: the user's setting counts; tokens are never drafted otherwise.
+    measures: nothing is drafted or taken from elsewhere, whatever the settings say.
     """
 
     job: JobShape | None = None
     parallel: int | None = None
     keeps_pages: bool = False
-    speculates: bool = True
+    measures: bool = False
 
 
 def check(selection: Selection) -> None:
@@ -48,22 +49,60 @@ def check(selection: Selection) -> None:
     load_config(selection.files.directory)
 
 
-def engine_config(resolved: ResolvedSettings, tell: Callable[[str], None]) -> EngineConfig:
-    """Return the settings of an engine. Imports torch where there may be a GPU.
+def engine_config(resolved: ResolvedSettings, model: ModelConfig, tell: Callable[[str], None]) -> EngineConfig:
+    """Return the settings of a model's engine. Imports torch where there may be a GPU.
 
-    tell: hears why the CPU computes beside a GPU, and of a cap of a file or a variable that is left aside where no GPU
-    is used: machines with a GPU and without share such files. Raises UsageError for one that was typed.
+    tell: hears why the CPU computes beside a GPU, and of each setting that is left aside because it cannot take effect
+    with the model, or on the device: files and variables are for all models, and shared by machines with a GPU and
+    without. Raises UsageError for what contradicts itself, and for what was typed and the device cannot do.
     """
-    from localllm.engine.device import device_name, has_card, idle_gpu
+    from localllm.engine.device import device_name, idle_gpu
+    from localllm.engine.model_options import idle_on, require_agreement
 
-    config = with_room_for_adapters(resolved.settings)
-    if line := idle_gpu(config.device):
+    wanted = with_room_for_adapters(resolved.settings)
+    if line := idle_gpu(wanted.device):
         tell(line)
-    if config.vram is None or has_card(device_name(config.device)):
-        return config
-    refuse_idle_vram(resolved)
-    tell(f"the setting vram from {resolved.origins['vram'].where} is left aside: no GPU is used")
-    return replace(config, vram=None)
+    require_agreement(wanted)
+    on_device = idle_on(device_name(wanted.device), wanted)
+    _refuse_typed(resolved, on_device)
+    return without_idle(resolved, model, wanted, tell, on_device)
+
+
+def refuse_idle(resolved: ResolvedSettings, model: ModelConfig) -> None:
+    """Raises UsageError for what was typed and cannot take effect with the model that it was typed for."""
+    from localllm.engine.model_options import idle_with
+
+    _refuse_typed(resolved, idle_with(model, resolved.settings.engine))
+
+
+def refuse_idle_vram(resolved: ResolvedSettings) -> None:
+    """Raises UsageError for a cap on a GPU's memory that was typed where none is used."""
+    from localllm.engine.model_options import idle_on
+
+    _refuse_typed(resolved, idle_on("cpu", resolved.settings.engine))
+
+
+def _refuse_typed(resolved: ResolvedSettings, idle: Mapping[str, UsageError]) -> None:
+    for name, error in idle.items():
+        if resolved.origins[name].kind == "flag":
+            raise error
+
+
+def without_idle(
+    resolved: ResolvedSettings,
+    model: ModelConfig,
+    wanted: EngineConfig,
+    tell: Callable[[str], None],
+    on_device: Mapping[str, UsageError] = MappingProxyType({}),
+) -> EngineConfig:
+    """Return the settings without those that cannot take effect with a model, which `tell` hears. on_device: more of
+    them."""
+    from localllm.engine.model_options import idle_with
+
+    idle = {**idle_with(model, wanted), **on_device}
+    for name, error in idle.items():
+        tell(f"the setting {name} from {resolved.origins[name].where} is left aside: {error.why}")
+    return replace(wanted, **{name: getattr(EngineConfig, name) for name in idle})
 
 
 def with_room_for_adapters(settings: Settings) -> EngineConfig:
@@ -79,26 +118,6 @@ def with_room_for_adapters(settings: Settings) -> EngineConfig:
     return replace(config, adapter_memory=max(2 * num_bytes, _LEAST_ADAPTER_BYTES))
 
 
-def refuse_idle_kv(config: ModelConfig, resolved: ResolvedSettings) -> None:
-    """Raises UsageError for what was typed of keys and values for a model that keeps none, or too few."""
-    typed = {name for name, origin in resolved.origins.items() if origin.kind == "flag"}
-    if resolved.settings.kv != "auto" and "kv" in typed and not config.kv_shapes:
-        why = "all layers of this model keep a state in place of keys and values"
-        raise UsageError("--kv has no effect", why=why, fix=Fix.without("--kv"))
-    if resolved.settings.kv_offload != "off" and "kv_offload" in typed and None not in config.windows:
-        why = "no layer of this model sees further back than a window, so that none keeps all keys and values"
-        why = why if config.kv_shapes else "all layers of this model keep a state in place of keys and values"
-        raise UsageError("--kv-offload has no effect", why=why, fix=Fix.without("--kv-offload"))
-
-
-def refuse_idle_vram(resolved: ResolvedSettings) -> None:
-    """Raises UsageError for a cap on a GPU's memory that was typed where none is used."""
-    if resolved.origins["vram"].kind == "flag":
-        from localllm.offload.planner.fit_errors import idle_vram
-
-        raise idle_vram()
-
-
 def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: Callable[[str], None]) -> Engine:
     """Load the engine; seconds, or minutes where the model has to be packed first. warn: as `KVReuse` has it.
 
@@ -110,10 +129,12 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     from localllm.engine.engine import Engine
     from localllm.engine.prefix_config import KVReuse
     from localllm.engine.step_types import Limits
+    from localllm.models.families import load_config
 
-    config = engine_config(selection.resolved, watcher.noting)
-    if not opening.speculates:
-        config = replace(config, speculate="off")
+    resolved = selection.resolved
+    if opening.measures:
+        resolved = resolved.overlaid({"speculate": ("off", DEFAULT), "reuse": ("prefix", DEFAULT)})
+    config = engine_config(resolved, load_config(selection.files.directory), watcher.noting)
     if selection.private and config.kv_offload != "off" and not has_card(device_name(config.device)):
         why = "a private chat stores nothing on the disk, where --kv-offload brings keys and values"
         raise UsageError("--private and --kv-offload cannot go together", why=why, fix=Fix.without("--kv-offload"))

@@ -21,7 +21,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import Origin
+from localllm.config import DEFAULT, Origin
 from localllm.errors import CardFaultError, LocalLLMError
 from localllm.runtime import protocol
 from localllm.runtime.engine_client import EngineClient
@@ -239,8 +239,8 @@ def _foreseen(selection: Selection, opening: Opening, say: Callable[[str], None]
     from localllm.errors import DoesNotFitError
     from localllm.models.shapes import find_shape
 
-    wanted = engine_config(selection.resolved, lambda _text: None)
     shape = find_shape(selection.model_name)
+    wanted = engine_config(selection.resolved, shape.config, lambda _text: None)
     try:
         plan = foresee(shape, selection.files, wanted, say, opening.job)
     except DoesNotFitError as error:
@@ -252,7 +252,13 @@ def _foreseen(selection: Selection, opening: Opening, say: Callable[[str], None]
 
 
 def _with_caps(selection: Selection, caps: Caps) -> Selection:
-    given = {name: (value, _GRANTED) for name, value in vars(caps).items() if value is not None}
+    """A share of a cap that nobody has typed is one that nobody has typed."""
+    origins = selection.resolved.origins
+    given = {
+        name: (value, _GRANTED if origins[name] == DEFAULT else origins[name])
+        for name, value in vars(caps).items()
+        if value is not None
+    }
     return Selection(selection.files, selection.resolved.overlaid(given))
 
 

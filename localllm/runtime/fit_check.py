@@ -58,7 +58,7 @@ def judge(name: str, resolved: ResolvedSettings, say: Callable[[str], None]) -> 
         from localllm.engine.model_plan import foresee
 
         shape, files = shape_and_files(name)
-        plan = foresee(shape, files, engine_config(resolved, lambda _: None), say)
+        plan = foresee(shape, files, engine_config(resolved, shape.config, lambda _: None), say)
     except ModelNotFoundError:
         return Verdict("unknown", why="its shape is known once it is here")
     except DoesNotFitError as error:

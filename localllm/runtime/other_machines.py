@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.errors import Fix, UsageError
 from localllm.offload.planner.card_sheets import CardSheet, OtherMachine
-from localllm.offload.planner.fit_errors import idle_vram
 from localllm.offload.planner.plan import GIB
-from localllm.runtime.engine_loader import refuse_idle_kv
+from localllm.runtime.engine_loader import refuse_idle, refuse_idle_vram, without_idle
 from localllm.runtime.plan_request import Goal, job_of, shape_and_files
 
 if TYPE_CHECKING:
@@ -27,9 +26,15 @@ class CardPlan:
 
 
 def considered_elsewhere(
-    name: str, resolved: ResolvedSettings, goal: Goal, cards: Iterable[CardSheet | None], say: Callable[[str], None]
+    name: str,
+    resolved: ResolvedSettings,
+    goal: Goal,
+    cards: Iterable[CardSheet | None],
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> Iterator[CardPlan]:
-    """Yield the plan with each card. A `--ram` that was typed is the memory of that machine.
+    """Yield the plan with each card. A `--ram` that was typed is the memory of that machine. say, tell: as
+    `plan_request.considered` has them.
 
     Raises ModelNotFoundError, and UsageError for what cannot be honoured.
     """
@@ -38,8 +43,8 @@ def considered_elsewhere(
     cards = list(cards)
     _require_cap_on_a_card(resolved, cards)
     shape, files = shape_and_files(name)
-    refuse_idle_kv(shape.config, resolved)
-    config, ram_bytes = resolved.settings.engine, None
+    refuse_idle(resolved, shape.config)
+    config, ram_bytes = without_idle(resolved, shape.config, resolved.settings.engine, tell), None
     if resolved.origins["ram"].kind == "flag":
         ram_bytes, config = config.ram, replace(config, ram=None)
     for number, card in enumerate(cards, 1):
@@ -79,8 +84,8 @@ def _require_cap_on_a_card(resolved: ResolvedSettings, cards: list[CardSheet | N
         return
     largest = max((card for card in cards if card is not None), key=lambda card: card.memory_gib, default=None)
     if largest is None:
-        raise idle_vram()
-    if vram > largest.memory_bytes:
+        refuse_idle_vram(resolved)
+    elif vram > largest.memory_bytes:
         raise UsageError(
             f"--vram {vram / GIB:.2f}GiB is more than {largest.name} has",
             why=f"it has {format_bytes(largest.memory_bytes)} of memory",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import Origin, ResolvedSettings, accepted
-from localllm.runtime.engine_loader import engine_config, refuse_idle_kv
+from localllm.runtime.engine_loader import engine_config, refuse_idle
 
 if TYPE_CHECKING:
     from localllm.engine.model_plan import Considered
@@ -40,9 +40,10 @@ def considered(
     from localllm.engine.model_plan import consider
 
     shape, files = shape_and_files(name)
-    refuse_idle_kv(shape.config, resolved)
+    refuse_idle(resolved, shape.config)
     job = job_of(goal, resolved)
-    return consider(shape, files, engine_config(resolved, tell), say, job=job, placed_bytes=placed_bytes)
+    wanted = engine_config(resolved, shape.config, tell)
+    return consider(shape, files, wanted, say, job=job, placed_bytes=placed_bytes)
 
 
 def job_of(goal: Goal, resolved: ResolvedSettings) -> JobShape | None:

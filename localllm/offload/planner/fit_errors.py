@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from localllm.config import format_bytes
-from localllm.errors import DoesNotFitError, Fix, UsageError
+from localllm.errors import DoesNotFitError, Fix
 from localllm.offload.planner.machine import Memory
 from localllm.offload.planner.model_shape import ModelShape, Packing
 from localllm.offload.planner.plan import cap
@@ -58,8 +58,3 @@ def cannot_be_packed(
 def more_of(flag: str, least_bytes: int, most_bytes: int) -> list[Fix]:
     """Return the smallest cap that would do, if the machine has so much."""
     return [Fix.flag(flag, cap(least_bytes))] if least_bytes <= most_bytes else []
-
-
-def idle_vram() -> UsageError:
-    why = "the model runs on the CPU; --ram limits the memory that it takes there"
-    return UsageError("--vram is a limit for a GPU, and none is used", why=why, fix=Fix.without("--vram"))
