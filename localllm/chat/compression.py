@@ -136,6 +136,9 @@ class Reading:
     num_scored: int
 
 
+JudgeRead = Sequence[tuple[Reading, Sequence[float]]]  # with the log-probabilities of its ids
+
+
 @dataclass(frozen=True)
 class Compressible:
     """A conversation, and what of it may leave."""

@@ -26,7 +26,7 @@ from localllm.config import DEFAULT, load_settings, user_directories
 from localllm.errors import BusyError, EngineClosedError, EngineGoneError, Fix, LocalLLMError, UsageError
 from localllm.runtime.engine_loader import Opening, check, with_room_for_adapters
 from localllm.runtime.presets import is_preset
-from localllm.runtime.selection import Selection, selected, with_defaults
+from localllm.runtime.selection import Selection, selected, with_defaults, within_context
 from localllm.settings import ANSWER, MACHINE, OUTPUT, SETTINGS, EngineConfig, SamplingSettings
 
 if TYPE_CHECKING:
@@ -209,7 +209,8 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
     if cascade is None:
         selection = select_or_pull(cli, flags["model"], flags)
     else:
-        selection = cascade.select(flags["model"], lambda name: select_or_pull(cli, name, flags))[0]
+        small = cascade.select(flags["model"], lambda name: select_or_pull(cli, name, flags))[0]
+        selection = within_context(small, cli.output.note)
         if is_preset(CASCADE):
             why, fix = "requests for that name are for the cascade", Fix.command("preset", "delete", CASCADE)
             raise UsageError(f"a preset is called {CASCADE}", why=why, fix=fix)
@@ -304,7 +305,7 @@ def _pool(cli: CliContext, selection: Selection, flags: Mapping[str, Any], paral
         _launch(cli, Opening(keeps_pages=True, parallel=parallel)),
         preset=None if preset is None else preset.name,
         aliases=flags["alias"] or (),
-        also=[selected(resolved, word) for word in flags["also"] or ()],
+        also=[within_context(selected(resolved, word), cli.output.note) for word in flags["also"] or ()],
         adapters=adapters,
         idle_s=flags["idle_s"],
         note=cli.output.note,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from localllm.chat.compression import Compression, Judge, compressible
+from localllm.chat.compression import Compressible, Compression, Judge, JudgeRead, compressible
 from localllm.errors import LocalLLMError
 from localllm.registry import BUILT_IN
-from localllm.runtime.served_model import ServedModel
+from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.bodies import ReplyBody
 from localllm.server.endpoint import ApiCall
 from localllm.server.errors import RequestError
 from localllm.server.generation_request import GenerationRequest
+from localllm.server.model_server import ModelServer
 from localllm.server.replies import collected
 from localllm.text.eviction import Message
 from localllm.text.tokenizer import Tokenizer
@@ -49,10 +50,18 @@ async def compressed(
         asked = await server.pool.asked(judge or BUILT_IN)
         if not whole.passages:
             return messages, Compression(asked.name, ratio, 0, 0, ())
-        await server.make_ready(asked.served)
+        if not call.judged:
+            await server.make_ready(asked.served)
     except LocalLLMError as error:
         error.why = f"it is the judge of 'compress'; {error.why}"
         raise
+    if not call.judged:
+        call.judged.append(await _judged(server, asked, whole))
+    (reader, read), tokenizer = call.judged[0], await server.pool.on_disk(lambda: _tokenizer_of(answering))
+    return await server.pool.off_loop(lambda: whole.compressed(read, ratio, reader, tokenizer))
+
+
+async def _judged(server: ModelServer, asked: AskedModel, whole: Compressible) -> tuple[Judge, JudgeRead]:
     reader = Judge(asked.name, asked.engine().tokenizer, asked.engine().ctx)
     readings = await server.pool.off_loop(lambda: list(whole.readings(reader)))
     read = []
@@ -60,8 +69,7 @@ async def compressed(
         wanted = GenerationRequest(reading.ids, prompt_logprobs=0, reads_only=True, prompt_field="compress")
         (heard,) = await collected(await server.ask(asked, wanted))
         read.append((reading, [0.0 if each is None else each.logprob for each in heard.prompt_logprobs]))
-    tokenizer = await server.pool.on_disk(lambda: _tokenizer_of(answering))
-    return await server.pool.off_loop(lambda: whole.compressed(read, ratio, reader, tokenizer))
+    return reader, read
 
 
 def _tokenizer_of(model: ServedModel) -> Tokenizer:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localllm.chat.cascade import Tried
+from localllm.chat.compression import Judge, JudgeRead
 from localllm.runtime.model_pool import ModelPool
 from localllm.runtime.served_model import AskedModel, ServedModel
 from localllm.server.bodies import Body, ReplyBody
@@ -28,11 +29,13 @@ _REFERENCE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True)
 class ApiCall:
-    """A request that was admitted. tried: the models of a cascade that were asked."""
+    """A request that was admitted. tried: the models of a cascade that were asked. judged: what the judge of `compress`
+    has read for it, once for all of them."""
 
     request: Request
     server: ModelServer
     tried: list[Tried] = field(default_factory=list)
+    judged: list[tuple[Judge, JudgeRead]] = field(default_factory=list)
 
     @property
     def pool(self) -> ModelPool:

@@ -81,6 +81,11 @@ def test_a_request_that_names_no_model_is_for_the_cascade_and_one_that_names_a_m
     assert "cascade" in [each["id"] for each in unsure_first.get("/v1/models").json()["data"]]
 
 
+def test_what_is_shown_of_it_is_of_the_model_that_answers_where_no_other_does(sure_first: Running) -> None:
+    shown = [sure_first.post("/api/show", {"model": name}).json() for name in ("cascade", "unsure", "sure")]
+    assert shown[0] == shown[1] != shown[2]
+
+
 def test_a_stream_lives_while_the_first_model_is_heard(unsure_first: Running, monkeypatch: Patch) -> None:
     monkeypatch.setattr(replies, "SILENCE_S", 0.001)
     body = {**BODIES[CHAT], "max_tokens": 200, "model": "cascade", "stream": True}

@@ -75,8 +75,10 @@ def serving(home: Path, *arguments: str, **variables: str) -> Iterator[Served]:
 
 
 def test_a_cascade_whose_models_have_no_room_beside_each_other_answers(home: Path, model: Path) -> None:
-    with serving(home, "--cascade", f"tiny,{model}", "--accept", "1", "--ram", "600MiB") as served:
+    flags = ["--accept", "1", "--ram", "600MiB", "--ctx", "1100"]
+    with serving(home, "--cascade", f"tiny,{model}", *flags) as served:
         told = served.wait_for("requests for cascade")
+        assert "tiny takes 1024 tokens of context, not 1100" in "".join(served.said)
         assert f"answered by tiny where its confidence is 1 or more, else by {model.name}" in told
 
         def answered(_number: int) -> Any:

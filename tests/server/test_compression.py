@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.chat.cascade import Bar
+from localllm.chat.compression import Compressible
 from localllm.hub.names import TINY_DIRECTORY
 from tests.cli_support import write_checkpoint
 from tests.server.support import Json, Running, running
@@ -83,3 +84,13 @@ def test_another_model_judges_also_for_a_cascade_and_where_both_were_unloaded(tm
             each.handle = None
         for model in ("tiny", "cascade"):
             assert server.answer(PATH, {**asked, "model": model})["compression"] == first["compression"]
+
+
+def test_the_judge_of_a_cascade_reads_a_request_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsure = write_checkpoint(tmp_path / "unsure", context=1024, seed=1)
+    read, readings = [], Compressible.readings
+    monkeypatch.setattr(Compressible, "readings", lambda *given: read.append(1) or readings(*given))
+    with running(unsure, also=[TINY_DIRECTORY], aliases=["cascade"], cascade=Bar(1.0)) as server:
+        reply = server.post(PATH, {**ASKED, "model": "cascade", "compress": 0.4})
+    assert reply.headers["x-localllm-cascade"].startswith("unsure:") and reply.json()["model"] == "tiny"
+    assert reply.json()["compression"]["judge"] == "tiny" and len(read) == 1

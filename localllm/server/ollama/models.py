@@ -180,8 +180,10 @@ async def running(call: ApiCall, _body: None) -> JsonReply:
 
 async def show(call: ApiCall, body: ShowBody) -> JsonReply:
     """Raises RequestError for a model that is not on this disk, CheckpointError for defaults out of range."""
-    pool = call.pool
-    return JsonReply(await pool.on_disk(lambda: _shown_adapted(pool, body.bare_name) or _shown(pool, body.bare_name)))
+    pool, name, cascade = call.pool, body.bare_name, call.server.cascade
+    if cascade is not None and cascade.has(name):
+        name = cascade.models[-1].name  # who answers where no other does, and what the others have no room for
+    return JsonReply(await pool.on_disk(lambda: _shown_adapted(pool, name) or _shown(pool, name)))
 
 
 async def delete(call: ApiCall, body: NamedBody) -> Response:
