@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -258,6 +259,18 @@ def test_perplexity_prints_its_four_figures(model: Path, tmp_path: Path) -> None
     result = run_cli("perplexity", model, "--file", tmp_path / "t.txt", "--ctx", "32", "--json").json
     assert list(result) == ["schema_version", "model", "perplexity", "nll", "tokens", "ctx"]
     assert result["ctx"] == 32 and result["perplexity"] > 1
+
+
+def test_perplexity_of_files_is_of_the_tokens_of_all_each_file_from_its_beginning(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("the fox found a lantern")
+    (tmp_path / "b").write_text("once upon a time there was a fox " * 9)
+    a, b, both = (
+        run_cli("perplexity", model, *(word for name in names for word in ("-f", tmp_path / name)), "--json").json
+        for names in ("a", "b", "ab")
+    )
+    assert both["tokens"] == a["tokens"] + b["tokens"]
+    assert both["nll"] == pytest.approx((a["nll"] * a["tokens"] + b["nll"] * b["tokens"]) / both["tokens"])
+    assert both["perplexity"] == pytest.approx(math.exp(both["nll"]))
 
 
 @pytest.mark.parametrize("line", ["list", "list --all", "show mistral-7b", "config show --origin", "doctor"])

@@ -73,7 +73,15 @@ def tokenize_command(context: typer.Context, model: str | None, text: str | None
 
 @takes(
     options.REQUIRED_MODEL,
-    option("-f --file", "A text file in UTF-8; -: stdin.", "FILE", Path, required=True, group=PROMPT, is_basic=True),
+    option(
+        "-f --file",
+        "A text file in UTF-8; -: stdin.\nMay be repeated: the figures are of all files, of which each is read alone.",
+        "FILE",
+        list[Path],
+        required=True,
+        group=PROMPT,
+        is_basic=True,
+    ),
     EngineConfig,
     option(
         "--json",
@@ -91,7 +99,7 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
     from localllm.cli.load_progress import loading, on_a_thread
 
     cli = cli_context(context)
-    text = read_input(flags["file"], "--file", cli.output)
+    texts = [read_input(path, "--file", cli.output) for path in flags["file"]]
     selection = select(cli, flags["model"], flags)
     with (
         loading(cli, selection, Opening(measures=True)) as load,  # what is asked for is measured
@@ -103,8 +111,11 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
             line.show(f"measuring: {done} of {total} tokens")
 
         def measured() -> Any:
-            ids = engine.tokenizer.encode(text, bos=True)
-            return engine.perplexity(ids, ctx=selection.settings.ctx, progress=show)
+            from localllm.engine.perplexity import Perplexity
+
+            ids = (engine.tokenizer.encode(text, bos=True) for text in texts)
+            each = [engine.perplexity(text, ctx=selection.settings.ctx, progress=show) for text in ids]
+            return Perplexity.of_all(each)
 
         result = on_a_thread(measured)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity

@@ -22,12 +22,19 @@ CHUNK_TOKENS = 256  # logits of all of them at once: 150 MB of fp32 at a vocabul
 
 @dataclass(frozen=True)
 class Perplexity:
-    """perplexity = exp(nll)"""
-
-    perplexity: float
     nll: float  # mean natural-log surprise
     tokens: int  # that were predicted
     ctx: int  # the window's length
+
+    @classmethod
+    def of_all(cls, texts: Sequence[Perplexity]) -> Perplexity:
+        """Return that of the tokens of several texts, of which each was read from its beginning."""
+        tokens = sum(each.tokens for each in texts)
+        return cls(sum(each.nll * each.tokens for each in texts) / tokens, tokens, texts[0].ctx)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll) if self.nll < 700 else math.inf
 
 
 def perplexity(
@@ -67,8 +74,7 @@ def perplexity(
                 progress(begin + kv.length, len(token_ids))
             surprise += of_window
             predicted += len(window) - 1
-    nll = surprise / predicted
-    return Perplexity(math.exp(nll) if nll < 700 else math.inf, nll, predicted, ctx)
+    return Perplexity(surprise / predicted, predicted, ctx)
 
 
 def _surprise(runner: ModelRunner, chunk: Chunk, targets: Sequence[int]) -> float:
