@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 
@@ -127,3 +128,17 @@ def test_where_a_file_does_not_fit_the_share_is_named_with_which_it_does(tmp_pat
     assert refused.code == 5 and run_cli(*line, "--compress", ratio).code == 0
     path.write_text(100 * f"{CODE}\n\n")  # of code nothing may leave
     assert "--compress" not in run_cli(*line).err
+
+
+@pytest.mark.parametrize(("ratio", "ctx", "fix"), [("0.7", (), "--compress 0."), ("0.3", ("--ctx", "256"), "--ctx 8")])
+def test_what_does_not_fit_with_that_share_either_is_refused_before_a_judge_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: str, ctx: tuple[str, ...], fix: str
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text(40 * TALE)
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineThread, "submit", None)
+        refused = compress(path, *ctx, ratio=ratio)
+    assert refused.code == 5 and "would stay" in refused.err
+    line = refused.error_lines[2].removeprefix("fix:   localllm ")
+    assert fix in line and run_cli(*shlex.split(line)).code == 0

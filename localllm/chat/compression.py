@@ -147,6 +147,10 @@ class Compressible:
     passages: tuple[Passage, ...]
     question: str
 
+    def cost(self, tokenizer: Tokenizer) -> float:
+        """Return the tokens of all that may leave."""
+        return sum(sum(passage.costs(tokenizer)) for passage in self.passages)
+
     def readings(self, judge: Judge) -> Iterator[Reading]:
         """Yield what the judge reads: all passages as they are, and behind the question, in windows of its context."""
         window, tokenizer = min(judge.ctx - 1, _WINDOW), judge.tokenizer

@@ -47,6 +47,7 @@ COMPRESSED_ALONE = {
     "--compress --raw": "a raw text has no question beside which the rest of it is judged",
     "--compress --batch": "the prompts of a job are answered as they are",
 }
+_SURE = 1.02  # sentences that have moved together may be of fewer tokens
 _WORTH = 0.1  # of a text: what is left of less says little
 _OF_MACHINE = ("device", "ram", "vram", "threads", "offline", "private")  # settings that the judge shares
 
@@ -66,10 +67,30 @@ def compressing(
     if flags["compress"] is not None or source.chat is None or error.num_tokens is None or error.ctx is None:
         return []
     whole = compressible(source.chat.messages, verbatim=list(source.verbatim.values()))
-    may_leave = sum(sum(passage.costs(tokenizer)) for passage in whole.passages)
-    too_many = error.num_tokens - error.ctx * 4 // 5  # a fifth is for the answer
+    return _fitting(whole.cost(tokenizer), error.num_tokens, error.ctx)
+
+
+def _fitting(may_leave: float, num_tokens: int, ctx: int) -> list[Fix]:
+    too_many = num_tokens - ctx * 4 // 5  # a fifth is for the answer
     ratio = int(100 - 100 * too_many / may_leave) / 100 if may_leave else 0.0
     return [Fix.flag("--compress", ratio)] if _WORTH <= ratio <= HIGHEST else []
+
+
+def _require_room(selection: Selection, source: Source, may_leave: float, ratio: float, tokenizer: Tokenizer) -> None:
+    """Raise ContextOverflowError where more stays of a prompt than the model has room for, before a judge reads it."""
+    from localllm.models.families import load_config
+
+    settings, longest = selection.settings, load_config(selection.files.directory).longest_context
+    limit = longest if settings.overflow == "grow" or settings.ctx is None else min(longest, settings.ctx)
+    num_tokens = len(tokenizer.encode(source.render(selection.files.directory, selection.resolved)))
+    least = round(num_tokens - (1 - ratio) * may_leave)
+    if settings.overflow == "evict" or least <= _SURE * limit:
+        return
+    what = f"the prompt does not fit into the context with --compress {ratio:g}"
+    why = f"of its {num_tokens:,} tokens {least:,} would stay, and there is room for {limit:,}"
+    needed = min(longest, least * 5 // 4)
+    fixes = [*_fitting(may_leave, num_tokens, limit), *([Fix.flag("--ctx", needed)] if least < longest else [])]
+    raise ContextOverflowError(what, why=why, fix=fixes or "shorten the prompt")
 
 
 def compressed(
@@ -92,8 +113,10 @@ def compressed(
     if not whole.passages:
         why = "files, piped text and the user's messages have no prose but what is asked; code and tables stay"
         raise UsageError("--compress has nothing to remove", why=why, fix=Fix.without("--compress"))
-    judge = _judge_of(selection.resolved, flags["compress_with"])
-    messages, told = _judged(cli, judge, whole, flags, Tokenizer.load(selection.files.directory))
+    judge, tokenizer = _judge_of(selection.resolved, flags["compress_with"]), Tokenizer.load(selection.files.directory)
+    if flags["cascade"] is None:  # the next model may have room for it
+        _require_room(selection, source, whole.cost(tokenizer), flags["compress"], tokenizer)
+    messages, told = _judged(cli, judge, whole, flags, tokenizer)
     cli.output.note(
         f"compressed the context: {told.tokens_after:,} of {told.tokens_before:,} tokens kept (judge: {told.judge})"
     )
