@@ -15,6 +15,7 @@ from localllm.cli.choices import AnswerChoice
 from localllm.cli.context import CliContext
 from localllm.cli.options import number, option, refuse_together
 from localllm.errors import Fix, UsageError
+from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import check
 from localllm.runtime.selection import Selection
 from localllm.settings import ANSWER
@@ -27,7 +28,6 @@ _EXCLUSIVE = {
     "--cascade --show-prompt": "each model has a prompt of its own",
     "--cascade --ray": "replicas are of one model",
 }
-_EXAMPLE = Fix.flag("--cascade", "SMALL,LARGE")
 CASCADE_OPTIONS = (
     option(
         "--cascade",
@@ -60,10 +60,12 @@ CASCADE_OPTIONS = (
 
 @dataclass(frozen=True)
 class CascadeFlags:
-    """names: of the models, the cheapest first. bar: what an answer of all but the last must pass."""
+    """names: of the models, the cheapest first. bar: what an answer of all but the last must pass. takes_prompt: the
+    command does."""
 
     names: tuple[str, ...]
     bar: Bar
+    takes_prompt: bool = False
 
     def select(self, model: str | None, select: Callable[[str], Selection]) -> list[Selection]:
         """Return the models. All but the first are loaded when they are needed, but that they are there, and of a kind
@@ -73,22 +75,21 @@ class CascadeFlags:
         """
         if model is not None:
             what, why = f"--cascade and the model {model[:80]!r} cannot go together", "a cascade names its models"
-            raise UsageError(
-                what,
-                why=why,
-                fix=f"leave {model[:80]!r} out, or write -p {shlex.quote(model)[:80]} where it is the prompt",
-            )
+            prompt = f", or write -p {shlex.quote(model)[:80]} where it is the prompt" if self.takes_prompt else ""
+            raise UsageError(what, why=why, fix=f"leave {model[:80]!r} out{prompt}")
         found: dict[Path, Selection] = {}
-        for name in self.names:
+        for place, name in enumerate(self.names):
+            others = self.names[:place], self.names[place + 1 :]
             selection = select(name)
             if selection.preset is not None:
                 why = f"its settings are for {selection.model_name} alone, and the models of a cascade share theirs"
-                fix = Fix.word(name, selection.model_name)
+                fix = _named(*others[0], selection.model_name, *others[1])
                 raise UsageError(f"--cascade names the preset {selection.preset.name}", why=why, fix=fix)
             check(selection)
             if found.setdefault(selection.files.directory, selection) is not selection:
                 why = "it would be asked twice, and be as unsure"
-                raise UsageError(f"--cascade names the model {name} twice", why=why, fix=_EXAMPLE)
+                fix = _named(*others[0], *others[1])
+                raise UsageError(f"--cascade names the model {name} twice", why=why, fix=fix)
         return list(found.values())
 
     def answers(
@@ -117,11 +118,20 @@ def cascade_of(flags: Mapping[str, Any]) -> CascadeFlags | None:
         for name in ("accept", "agree"):
             if flags[name] is not None:
                 why = "it says when the answer of a cascade's model is sure enough"
-                raise UsageError(f"--{name} needs --cascade", why=why, fix=_EXAMPLE)
+                raise UsageError(f"--{name} needs --cascade", why=why, fix=[_named(), Fix.without(f"--{name}")])
         return None
     refuse_together(flags, _EXCLUSIVE)
     names = tuple(name.strip() for name in text.split(","))
     if len(names) < 2 or not all(names):
         why = "it must be two models or more, the cheapest first, with commas between"
-        raise UsageError(f"--cascade is {text[:80]!r}", why=why, fix=_EXAMPLE)
-    return CascadeFlags(names, Bar(flags["accept"] or DEFAULT_ACCEPT, flags["agree"] or 1))
+        raise UsageError(f"--cascade is {text[:80]!r}", why=why, fix=_named(*filter(None, names)))
+    bar = Bar(flags["accept"] or DEFAULT_ACCEPT, flags["agree"] or 1)
+    return CascadeFlags(names, bar, takes_prompt="prompt" in flags)
+
+
+def _named(*names: str) -> Fix:
+    """Return the fix that names these models; the built-in one is the cheapest, and there beside any other."""
+    names = names if len(names) != 1 or names == (BUILT_IN,) else (BUILT_IN, *names)
+    if len(names) < 2:
+        return Fix.advice("name two models of `localllm list`, the cheaper first: --cascade SMALL,LARGE")
+    return Fix.flag("--cascade", ",".join(names))

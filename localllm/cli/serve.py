@@ -212,10 +212,10 @@ def serve_command(context: typer.Context, **flags: Any) -> None:
         small = cascade.select(flags["model"], lambda name: select_or_pull(cli, name, flags))[0]
         selection = within_context(small, cli.output.note)
         if is_preset(CASCADE):
-            why, fix = "requests for that name are for the cascade", Fix.command("preset", "delete", CASCADE)
+            why, fix = "requests for that name are for the cascade", Fix.command("preset", "rm", CASCADE)
             raise UsageError(f"a preset is called {CASCADE}", why=why, fix=fix)
         flags["also"] = [*cascade.names[1:], *(flags["also"] or ())]
-        flags["alias"] = [CASCADE, *(flags["alias"] or ())]
+        flags["alias"] = list(dict.fromkeys([CASCADE, *(flags["alias"] or ())]))
     if "" in (flags["alias"] or ()):
         raise UsageError("--alias is empty", why="clients ask for the model by it", fix=Fix.flag("--alias", "NAME"))
     for alias in filter(is_preset, flags["alias"] or ()):

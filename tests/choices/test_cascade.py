@@ -188,6 +188,24 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
     assert result.code in (2, 3) and named in result.error_lines[0] and not result.out
 
 
+@pytest.mark.parametrize(
+    ("command", "cascade", "fix"),
+    [
+        ("run -p hi", "{sure}", "localllm run -p hi --cascade tiny,{sure}"),
+        ("run -p hi", "{sure},,{unsure}", "localllm run -p hi --cascade {sure},{unsure}"),
+        ("run -p hi", "{unsure},{sure},{unsure}", "localllm run -p hi --cascade {unsure},{sure}"),
+        ("run -p hi", "tiny", "name two models of `localllm list`, the cheaper first: --cascade SMALL,LARGE"),
+        ("run tale", "{sure},{unsure}", "leave 'tale' out, or write -p tale where it is the prompt"),
+        ("serve tiny", "{sure},{unsure}", "leave 'tiny' out"),
+    ],
+)
+def test_the_fix_of_a_wrong_cascade_is_a_line_to_type_where_it_can_be_known(
+    models: dict[str, Path], command: str, cascade: str, fix: str
+) -> None:
+    refused = run_cli(*command.split(), "--cascade", cascade.format(**models))
+    assert refused.error_lines[2] == f"fix:   {fix.format(**models)}"
+
+
 def test_a_job_and_a_cascade_cannot_go_together(models: dict[str, Path]) -> None:
     cascade = f"{models['sure']},{models['unsure']}"
     result = run_cli("run", "--cascade", cascade, "--batch", "-", stdin=b'{"prompt": "the fox"}\n')
