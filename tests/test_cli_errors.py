@@ -167,6 +167,7 @@ RUN = "localllm run MODEL -p x"
         (["tokenize", "hello"], b"", "localllm list --all, or if it is the text: localllm tokenize tiny hello"),
         (["run", "MODEL", "-p", "x", "--temperature", "-1"], b"", f"{RUN} --temperature 0"),
         (["run", "MODEL", "-p", "x", "--threads", "0"], b"", f"{RUN} --threads 4"),
+        (["run", "MODEL", "-p", "x", "--kv", "--top-k", "6"], b"", f"{RUN} --top-k 6 --kv auto"),
         (
             ["run", "MODEL", "-p", "x", "--dry-base", "0.5", "--dry-multiplier", "1"],
             b"",

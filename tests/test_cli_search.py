@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from localllm.config import ResolvedSettings
+from localllm.registry import BUILT_IN
+from localllm.runtime.model_catalog import model_rows
+from localllm.runtime.model_choice import best_of, model_choices
 from tests.cli_support import run_cli
 from tests.fake_hub import FakeHub, Fault, serve
 
@@ -95,3 +99,9 @@ def test_the_number_of_parameters_is_written_without_powers_of_ten(hub: FakeHub)
     ]
     _, largest, smallest = (line.split() for line in run_cli("search", "fox").out.decode().splitlines())
     assert (largest[1], smallest[1]) == ("1030B", "0.065M")
+
+
+def test_the_built_in_model_is_none_to_try_first() -> None:
+    alone = [row for row in model_rows(has_available=True) if row.name == BUILT_IN]
+    choices = model_choices(alone, ResolvedSettings(), lambda _: None)
+    assert choices[0].is_comfortable and best_of(choices) is None

@@ -154,14 +154,17 @@ def _other_name(arguments: Sequence[str]) -> list[str] | None:
     return None
 
 
+_LONG_FLAG = re.compile(r"--[a-z]")
 # Flags that a fix leaves out, and that take no value.
 _SWITCHES = frozenset({"--new-key", "--also-ollama-port", "--metrics", "--ray"})
 
 
 def _without_flag(arguments: list[str], flag: str) -> list[str]:
-    """The line without a flag and its value, if it takes one, however often and in either spelling it stands there."""
+    """The line without a flag and its value, if it takes one, however often and in either spelling it stands there.
+    What looks like another flag is no value: `--speculate --max-tokens 6` has forgotten one."""
     kept, is_value = [], False
     for argument in arguments:
+        is_value = is_value and _LONG_FLAG.match(argument) is None
         if not is_value and argument != flag and not argument.startswith(f"{flag}="):
             kept.append(argument)
         is_value = not is_value and argument == flag and flag not in _SWITCHES

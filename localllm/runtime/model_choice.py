@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from localllm.config import ResolvedSettings, format_bytes, format_figure
+from localllm.registry import BUILT_IN
 from localllm.runtime.fit_check import Verdict, judge
 from localllm.runtime.model_catalog import ModelRow, licence_text, row_fields
 
@@ -96,12 +97,13 @@ def in_order(choices: Iterable[ModelChoice]) -> list[ModelChoice]:
 
 def best_of(choices: Iterable[ModelChoice]) -> ModelChoice | None:
     """Return the one to try first: the largest that is comfortable, whose licence need not be accepted on a web page,
-    and that the disk has room for. None where there is no such model."""
+    and that the disk has room for. None where there is no such model: the built-in one only shows how a model runs."""
     from localllm.hub.repo_cache import free_bytes
     from localllm.hub.settings import HubSettings
 
     room_bytes = free_bytes(HubSettings.from_environment().cache_dir)
-    open_to_all = (choice for choice in choices if choice.row.is_here or not choice.row.gated)
+    real = (choice for choice in choices if choice.row.name != BUILT_IN)
+    open_to_all = (choice for choice in real if choice.row.is_here or not choice.row.gated)
     fitting = (choice for choice in open_to_all if choice.is_comfortable and choice.disk_bytes <= room_bytes)
     return min(fitting, key=lambda choice: choice.rank, default=None)
 
