@@ -272,11 +272,27 @@ def test_by_attention_neither_drafts_nor_others_beside_it_change_a_text(model):
     assert left == [64 * ((len(text) + 138) // 64 - 4) for text in texts]
 
 
+@native
 def test_what_follows_an_eviction_by_attention_is_found_by_no_other():
-    of = engine("heavy:256", reuse=IN_POOLS, limits=Limits(chunk_tokens=100))
-    ask(of, prompt(700))
-    (again,) = ask(of, prompt(700))
-    assert again.finished.usage.cached_tokens == 384, "the pages of four chunks"
+    of = engine("heavy:512", reuse=IN_POOLS, limits=Limits(chunk_tokens=100))
+    ask(of, prompt(900))
+    for length, found in ((900, 512), (600, 512), (450, 448)):
+        (again,) = ask(of, prompt(length))
+        assert again.finished.usage.cached_tokens == found
+
+
+def test_no_more_is_found_than_the_budget_however_much_was_computed_without_one(tmp_path):
+    reuse = KVReuse(ram_bytes=0, directory=tmp_path)
+    exact = engine("off", reuse=reuse)
+    ask(exact, prompt(900))
+    exact.close()
+    of = engine("heavy:256", reuse=reuse, limits=Limits(chunk_tokens=64))
+    (heard,) = ask(of, prompt(900))
+    assert heard.finished.usage.cached_tokens == 256
+    (group,) = of.residency.kv_pages.groups
+    ever_used = sum(bool(part.any()) for page in group.sealed.pages for part in page.parts.values())
+    assert ever_used <= 2 * (4 + 2), "of the budget, the page that is written, and one that is let go next"
+    of.close()
 
 
 @native

@@ -207,7 +207,10 @@ class PrefixCache:
             self._chains[kv] = variant, keys
         else:
             keys = self._chain(kv, token_ids, variant)
-        known = self._known(keys[: (len(token_ids) - 1) // PAGE_TOKENS])
+        most, eviction = (len(token_ids) - 1) // PAGE_TOKENS, self._pages.eviction
+        if kv.masses is not None and eviction is not None:  # nobody has counted yet which of more pages may leave
+            most = min(most, eviction.pages)
+        known = self._known(keys[:most])
         self._touch(known)  # first: to make room for one of them must not take another
         while not self._begin(kv, known, cancelled):
             kv.trim(0)
