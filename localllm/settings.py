@@ -102,7 +102,7 @@ class Accepts:
         return self.usual
 
     def _likeliest_numbered(self, text: str) -> str:
-        name, _, number = text.replace("=", ":").partition(":")
+        name, _, number = text.replace("=", ":").rpartition(":")
         names = difflib.get_close_matches(name, self.numbered, n=1) or self.numbered
         meant = _as_whole_number(number)
         return self.usual if meant is None else f"{names[0]}:{min(max(meant, self.low), self.high)}"

@@ -257,7 +257,7 @@ def test_a_name_may_have_a_number_behind_it(text, number):
         ("sinks:032", "sinks:32"),
         ("sinks:+32", "sinks:64"),
         ("heavy:", "sinks:64"),
-        ("20", "sinks:64"),
+        ("20", "sinks:20"),
         ("", "sinks:64"),
     ],
 )

@@ -416,7 +416,8 @@ def test_a_plan_counts_the_tokens_that_stay():
 
 
 @pytest.mark.parametrize(
-    ("rule", "meant"), [("sinks:10", "sinks:64"), ("hevy:512", "heavy:512"), ("sinks", "sinks:4096")]
+    ("rule", "meant"),
+    [("sinks:10", "sinks:64"), ("hevy:512", "heavy:512"), ("sinks", "sinks:4096"), ("512", "sinks:512")],
 )
 def test_a_rule_that_is_none_is_refused(rule, meant):
     told = run_cli("plan", "tiny", "--kv-evict", rule)
