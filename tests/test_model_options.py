@@ -111,7 +111,7 @@ def test_what_is_typed_for_a_model_that_cannot_take_it_is_refused(stateful: Path
     commands += [] if name == "reuse" else [["plan", str(stateful)], ["plan", "rwkv7-1.5b", "--gpu", "rtx4060"]]
     for command in commands:
         refused = run_cli(*command, flag, value)
-        assert refused.code == 2 and refused.error_lines[0] == f"error: {flag} cannot take effect with this model"
+        assert refused.code == 2 and refused.error_lines[0] == f"error: {flag} cannot take effect with {command[1]}"
         assert refused.error_lines[2] == f"fix:   localllm {shlex.join(command)}"
 
 

@@ -158,7 +158,7 @@ def _measure_random(cli: CliContext, flags: Mapping[str, Any], workload: Workloa
         watcher = Watcher(reading=line.update, measuring=line.show, noting=line.interject)
         return random_target(shape, config, workload, watcher)
 
-    refuse_idle(cli.resolved, shape.config)
+    refuse_idle(cli.resolved, shape.config, shape.name)
     with line:
         return _measure(cli, shape.config, load, workload, line)
 

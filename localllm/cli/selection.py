@@ -40,7 +40,7 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
     if any(flags.get(name) is not None for name in _OF_KV):
         from localllm.models.families import load_config
 
-        refuse_idle(resolved, load_config(cli.model.directory))
+        refuse_idle(resolved, load_config(cli.model.directory), cli.model.name)
     if "pull" in flags:
         _pull_adapters(cli, selection, unasked=flags["pull"])
     return selection

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TO_CPU = Fix.flag("--device", "cpu")
 
 
-def idle_with(config: ModelConfig, wanted: EngineConfig) -> dict[str, UsageError]:
+def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model") -> dict[str, UsageError]:
     """Return the settings that cannot take effect with a model, each with the error for one that was typed."""
     stateful = "" if config.kv_shapes else "each of its layers keeps a state of a fixed size, and no keys and values"
     longest = max((each for each in config.windows if each is not None), default=0)
@@ -37,7 +37,7 @@ def idle_with(config: ModelConfig, wanted: EngineConfig) -> dict[str, UsageError
         "kv_evict": near or latent,
         "reuse": why_not_moved(config),
     }
-    return _idle(wanted, reasons, "with this model", [])
+    return _idle(wanted, reasons, f"with {name}", [])
 
 
 def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str, UsageError]:

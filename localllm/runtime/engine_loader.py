@@ -68,11 +68,11 @@ def engine_config(resolved: ResolvedSettings, model: ModelConfig, tell: Callable
     return without_idle(resolved, model, wanted, tell, on_device)
 
 
-def refuse_idle(resolved: ResolvedSettings, model: ModelConfig) -> None:
+def refuse_idle(resolved: ResolvedSettings, model: ModelConfig, name: str) -> None:
     """Raises UsageError for what was typed and cannot take effect with the model that it was typed for."""
     from localllm.engine.model_options import idle_with
 
-    _refuse_typed(resolved, idle_with(model, resolved.settings.engine))
+    _refuse_typed(resolved, idle_with(model, resolved.settings.engine, name))
 
 
 def refuse_idle_vram(resolved: ResolvedSettings) -> None:

@@ -43,7 +43,7 @@ def considered_elsewhere(
     cards = list(cards)
     _require_cap_on_a_card(resolved, cards)
     shape, files = shape_and_files(name)
-    refuse_idle(resolved, shape.config)
+    refuse_idle(resolved, shape.config, shape.name)
     config, ram_bytes = without_idle(resolved, shape.config, resolved.settings.engine, tell), None
     if resolved.origins["ram"].kind == "flag":
         ram_bytes, config = config.ram, replace(config, ram=None)

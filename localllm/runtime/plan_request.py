@@ -40,7 +40,7 @@ def considered(
     from localllm.engine.model_plan import consider
 
     shape, files = shape_and_files(name)
-    refuse_idle(resolved, shape.config)
+    refuse_idle(resolved, shape.config, shape.name)
     job = job_of(goal, resolved)
     wanted = engine_config(resolved, shape.config, tell)
     return consider(shape, files, wanted, say, job=job, placed_bytes=placed_bytes)
