@@ -91,9 +91,11 @@ def require_agreement(wanted: EngineConfig) -> None:
         "reuse": EVICTION_AND_MOVED,
     }
     for name, why in contradictions.items():
-        if (value := getattr(wanted, name)) != getattr(EngineConfig, name):
+        if (value := getattr(wanted, name)) != (off := getattr(EngineConfig, name)):
             flag = "--" + name.replace("_", "-")
-            fixes = [Fix.without(flag), Fix.without("--kv-evict")]
+            # Both are named: one of them may be stored, and comes again where it is left out.
+            pairs = (flag, off, "--kv-evict", wanted.kv_evict), (flag, value, "--kv-evict", "off")
+            fixes = [Fix.flag(*pair) for pair in pairs]
             raise UsageError(f"{what} and {flag} {value} cannot go together", why=why, fix=fixes)
 
 
