@@ -291,7 +291,7 @@ class EngineConfig:
         _MEASURED, "RULE",
         "Give back the keys and values of a long text's middle: sinks:WINDOW, heavy:BUDGET or off. Memory is bounded, "
         "at a loss of quality. sinks: a token sees the first 64 tokens and the last WINDOW. heavy: of more than BUDGET "
-        "tokens those leave that got the least attention. On a CPU only. Default: off.",
+        "tokens those leave that got the least attention. Default: off.",
         group=MACHINE,
     )  # fmt: skip
     speculate: str = setting(

@@ -77,6 +77,7 @@ from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.layer_norm import layer_norm
+from localllm.kernels.gpu.page_masses import Watched, watch
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.recurrence import SegmentTables
@@ -265,6 +266,10 @@ def attention(
         options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap, "gate": gate, "sinks": sinks}
         for out in outs:
             yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=min(block, most_rows))
+        if heads.watches:
+            watched = Watched(_empty((16, 4), torch.int32), _empty((16, 2), torch.int64))
+            own, scoring = parts if sections > 1 else None, {"scale": D**-0.5, "softcap": heads.softcap, "sinks": sinks}
+            yield from watch(q, tables, history, watched, own, 8, dense, coded, 3, **scoring)
 
 
 def latents(
@@ -377,6 +382,7 @@ OTHER_HEADS = (
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
     Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
+WATCHING = (Heads(watches=True), Heads("dense", "dense", 64, 14, 2, softcap=5.0, has_sinks=True, watches=True))
 OTHER_RWKV7S = (Rwkv7Shape(16, 128), Rwkv7Shape(3, 48), Rwkv7Shape(4, 256))
 OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), (Mamba2Shape(2, 16, 1, 16, 2),))
 OTHER_DELTAS = (
@@ -420,7 +426,7 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from rwkv7s(time_mix)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
-    for heads in () if is_brief else OTHER_HEADS:
+    for heads in WATCHING[:1] if is_brief else (*OTHER_HEADS, *WATCHING):
         yield from attention(replace(heads, dtype=torch.float32), is_step=True)
     for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
         yield from latents(replace(each, dtype=torch.float32), is_step=True)
@@ -453,7 +459,7 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from rwkv7s(time_mix)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
-    for heads in () if is_brief else OTHER_HEADS:
+    for heads in WATCHING[:1] if is_brief else (*OTHER_HEADS, *WATCHING):
         yield from attending(heads)
     for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
         yield from latents(each)

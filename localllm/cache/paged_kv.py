@@ -519,6 +519,12 @@ class PagedKV:
             self._views[key] = addresses[torch.tensor(self._numbers(index, number))]
         return self._views[key], len(self._views[key]) - 1
 
+    @property
+    def evicts(self) -> bool:
+        """Return whether pages leave before its end, so that tokens of one page may see others than those of another
+        do."""
+        return self.pages.eviction is not None
+
     def _has_gaps(self, index: int, number: int) -> bool:
         """Return whether pages have left that the tokens of one page would see; what a window has left is not read."""
         group = self.pages.groups[index]

@@ -147,7 +147,7 @@ class Engine(StepLoop):
         planner = ModelPlanner.of(files.name, files, model_config, config, job, watcher.measuring)
         second = DraftModel.of(speculate.draft_model, tokenizer, planner)
         draft = second or HeadModel.of(model_config, files, speculate, planner)
-        scopes = [scope_of(model_config, planner.recipe, planner.wanted.kv, planner.torch_dtype)]
+        scopes = [scope_of(model_config, planner.recipe, planner.wanted.kv, planner.torch_dtype, config)]
         scopes += [] if second is None else [second.check_scope]
         note_device(planner.torch_device, scopes, watcher.measuring, watcher.noting)
         if note := dense_heads_note(config.kv, model_config.kv_shapes, planner.dtype):

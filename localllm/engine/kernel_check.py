@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from localllm.cache.kv_eviction import Eviction
 from localllm.cache.kv_format import choose_format
 from localllm.engine.runner import operators_compute
 from localllm.kernels.gpu.ready import CheckScope, Tell, Ways, check_once, lacks_for_triton, missing, why_not
@@ -18,6 +19,7 @@ from localllm.models.architecture import ModelConfig
 from localllm.models.capabilities import has_one_head_shape, is_for_gpu, is_latent_for_gpu, is_packed, is_plain
 from localllm.quant.recipe import Recipe
 from localllm.repairs import install_compiler, install_python_headers
+from localllm.settings import EngineConfig
 
 
 def note_device(device: torch.device, scopes: Iterable[CheckScope], measuring: Tell, noting: Tell) -> None:
@@ -42,8 +44,12 @@ def _what_may_help(device: torch.device) -> str:
     return f"; Triton's own launcher needs {lacking}, which may help: {command}"
 
 
-def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -> CheckScope:
-    """Return what of the kernels a model uses. kv: as the setting; dtype: of its activations."""
+def scope_of(
+    config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype, wanted: EngineConfig | None = None
+) -> CheckScope:
+    """Return what of the kernels a model uses. kv: as the setting; dtype: of its activations; wanted: what else is set
+    for it."""
+    eviction = None if wanted is None else Eviction.of(wanted.kv_evict)
     forms = dict.fromkeys(form.weights for form in recipe.formats if form.weights is not None)
     kv_format = choose_format(kv, config.kv_shapes, dtype.itemsize)
     attention = [
@@ -61,6 +67,7 @@ def scope_of(config: ModelConfig, recipe: Recipe, kv: str, dtype: torch.dtype) -
             "gates_heads": each.gates_heads,
             "has_sinks": each.has_sinks,
             "has_growth": each.growth is not None,
+            "watches": each.window is None and eviction is not None and eviction.kind == "heavy",
             "rotary": each.rotary_dim / each.head_dim,
             "dtype": str(dtype).removeprefix("torch."),
         }

@@ -46,7 +46,6 @@ def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str
         return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
     reasons = {
         "attend": "a GPU's kernels attend to all pages; those of a CPU choose",
-        "kv_evict": "kernels of a GPU read all pages of a sequence",
     }
     return _idle(wanted, reasons, f"on {device}", [to_cpu])
 

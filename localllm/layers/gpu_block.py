@@ -8,6 +8,7 @@ another format by the library, with activations in the model's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.page_masses import watch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
 from localllm.kernels.gpu.routing import RouterWeights, logits_of
@@ -314,23 +316,25 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
     )
     q, mixed = torch.empty((M, H, D), device=qkv.device), room_for(body.o_proj, M, H, D, forward)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
+    attended, parts = tables.attended[group], new_parts(tables.shape.sections, M, H, D, qkv.device)
+    layouts: dict[str, Any] = {"dense": tables.dense, "coded": tables.coded, "layer": row}
+    scoring: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": body.sinks}
     launches = attend(
         q,
         mixed,
-        tokens,
+        attended,
         history,
-        new_parts(tables.shape.sections, M, H, D, qkv.device),
-        tables.dense,
-        tables.coded,
-        row,
-        scale=config.scale,
+        parts,
+        **layouts,
+        **scoring,
         window=config.window,
-        softcap=config.softcap,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
-        sinks=body.sinks,
         gate=gate if config.gate_features else None,
     )
     run_all(launches)
+    if tables.watched is not None and config.window is None:
+        own, pages = parts if tables.shape.sections > 1 else None, tables.shape.pages
+        run_all(watch(q, attended, history, tables.watched, own, pages, **layouts, **scoring))
     return mixed
 
 
@@ -361,7 +365,7 @@ def _of_latents(body: LatentAttention, norm: RMSNorm | None, x: Tensor, forward:
     launches = attend_latents(
         q,
         mixed,
-        tokens,
+        tables.attended[group],
         tables.histories[group],
         new_parts(tables.shape.sections, M, H, latent, x.device),
         *layouts,

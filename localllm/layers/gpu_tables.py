@@ -7,8 +7,8 @@ shape: so a graph of launches can be replayed over it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
+from localllm.kernels.gpu.page_masses import Watched
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import TokenTables
@@ -24,7 +25,7 @@ from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS
 from localllm.layers.batch import Batch, Draw
-from localllm.layers.segment import KVStore, Segment, by_sequence
+from localllm.layers.segment import Segment, by_sequence
 
 _ALIGN = 16
 # Of the host's memory: the copies of two steps may still wait while the tables of a third are written.
@@ -37,17 +38,19 @@ _LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 
 @dataclass(frozen=True)
 class TableShape:
-    """rows, of which the last ones may be nobody's; pages: of the longest sequence; groups: of layers; frequencies: for
-    each RoPE that depends on the length of a sequence, how many it has. sequences: that have recurrent states on the
-    device, at most; 0 where no layer there has any."""
+    """rows, of which the last ones may be nobody's; tables: of pages; pages: of the longest of them; groups: of layers;
+    frequencies: for each RoPE that depends on the length of a sequence, how many it has. sequences: that have recurrent
+    states on the device, at most; 0 where no layer there has any. watched: rows whose attention is summed up, at
+    most."""
 
     rows: int
-    segments: int
+    tables: int
     tasks: int
     pages: int
     groups: int
     frequencies: tuple[int, ...] = ()
     sequences: int = 0
+    watched: int = 0
 
     @property
     def snapshots(self) -> int:
@@ -68,8 +71,9 @@ class TableShape:
             "own": (torch.int64, by_group),
             "own_stride": (torch.int64, by_group),
             "coded": (torch.int64, by_group),
-            "pages": (torch.int64, (self.groups, self.segments, _even(self.pages))),
+            "pages": (torch.int64, (self.groups, self.tables, _even(self.pages))),
             "positions": (torch.int32, (self.rows,)),
+            "places": (torch.int32, (self.groups, 2 * _even(-(-self.rows // 2)))),
             "tasks": (torch.int32, (self.tasks, 4)),
             "temperatures": (torch.float32, (self.rows,)),
             "thresholds": (torch.float32, (self.rows,)),
@@ -79,7 +83,11 @@ class TableShape:
             "states": (torch.int64, (self.sequences, len(STATE_WORDS))),
             "snapshots": (torch.int64, (self.snapshots, 2)),
         }
-        return {**fields, **ropes, **(states if self.sequences else {})}
+        watched: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "watched": (torch.int32, (self.watched, 4)),
+            "sums": (torch.int64, (self.watched, 2)),
+        }
+        return {**fields, **ropes, **(states if self.sequences else {}), **(watched if self.watched else {})}
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +162,7 @@ class GpuTables:
         self._used = 0
         self._memory = torch.zeros(shape.num_bytes, dtype=torch.uint8, device=device)
         self.views = shape.views(self._memory)
-        self._spilled: dict[int, list[int]] = {}  # of each group and segment: pages that rest elsewhere
+        self._spilled: dict[int, list[int]] = {}  # of each group and table: pages that rest elsewhere
         self._bases: dict[int, int] = {}  # that are in their addresses
 
     @cached_property
@@ -165,6 +173,17 @@ class GpuTables:
             TokenTables(v["positions"], v["own"][g], v["own_stride"][g], v["coded"][g])
             for g in range(self.shape.groups)
         )
+
+    @cached_property
+    def attended(self) -> tuple[TokenTables, ...]:
+        """The same with the positions that attention has: as if the pages that a row sees were all there are."""
+        places = self.views["places"][:, : self.shape.rows]
+        return tuple(replace(tokens, positions=own) for tokens, own in zip(self.tokens, places, strict=True))
+
+    @cached_property
+    def watched(self) -> Watched | None:
+        """The rows whose attention is summed up, in layers without a window; None where there are none."""
+        return Watched(self.views["watched"], self.views["sums"]) if self.shape.watched else None
 
     @cached_property
     def histories(self) -> tuple[AttentionHistory, ...]:
@@ -192,17 +211,20 @@ class GpuTables:
         words["token_ids"][:T] = batch.token_ids.numpy()
         words["token_ids"][T:] = 0
         words["positions"][:T] = batch.positions.numpy()
-        words["positions"][T:] = -1
+        words["positions"][T:] = words["places"][:, T:] = -1
+        runs = list(_page_runs(batch.segments))
         tasks = [
             task
-            for index, segment in enumerate(batch.segments)
-            for task in tasks_of(index, segment.begin, segment.past, segment.end - segment.begin, task_tokens)
+            for table, run in enumerate(runs)
+            for task in tasks_of(table, run.first_row, run.begin, run.end - run.begin, task_tokens)
         ]
         words["tasks"][len(tasks) :] = 0
         words["tasks"][: len(tasks)] = tasks
-        for index, segment in enumerate(batch.segments):
+        for table, run in enumerate(runs):
             for group in groups:
-                self._place(words, index, segment, group)
+                self._place(words, table, run, group)
+        if self.shape.watched:
+            self._place_watched(words, runs)
         for index, draw in enumerate(draws):
             words["keys"][index] = draw.key
             words["temperatures"][index] = draw.temperature
@@ -224,19 +246,33 @@ class GpuTables:
             if count:
                 self.views["pages"][group, index, 1 : 1 + count].add_(added)
 
-    def _place(self, words: dict[str, numpy.ndarray], index: int, segment: Segment, group: int) -> None:
-        """Write the addresses of a segment's pages of this group."""
-        kv: KVStore = segment.kv
-        begin, end = segment.past, segment.past + segment.end - segment.begin
-        first, last = begin // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
-        addresses = kv.addresses(group, self.device)[: last + 1].numpy()
-        words["pages"][group, index, : last + 1] = addresses
-        for number in range(first, last + 1):
-            stop = min(end, (number + 1) * PAGE_TOKENS)
-            rows = slice(segment.begin + max(begin, number * PAGE_TOKENS) - begin, segment.begin + stop - begin)
+    def _place(self, words: dict[str, numpy.ndarray], table: int, run: _PageRun, group: int) -> None:
+        """Write the addresses of the pages of this group that a run sees, and where its rows stand among them."""
+        kv, last = run.segment.kv, (run.end - 1) // PAGE_TOKENS
+        addresses, place = kv.view(group, last, self.device)
+        words["pages"][group, table, : place + 1] = addresses[: place + 1].numpy()
+        all_rows, left = slice(run.first_row, run.first_row + run.end - run.begin), last - place
+        words["places"][group, all_rows] = numpy.arange(run.begin, run.end) - left * PAGE_TOKENS
+        for number in range(run.begin // PAGE_TOKENS, last + 1):
+            begin, stop = max(run.begin, number * PAGE_TOKENS), min(run.end, (number + 1) * PAGE_TOKENS)
+            rows = slice(run.first_row + begin - run.begin, run.first_row + stop - run.begin)
             own, stride = kv.own_page(group, number, self.device)
             words["own"][group, rows], words["own_stride"][group, rows] = own, stride
-            words["coded"][group, rows] = addresses[number] if self.coded is not None and number else 0
+            words["coded"][group, rows] = addresses[number - left] if self.coded is not None and number else 0
+
+    def _place_watched(self, words: dict[str, numpy.ndarray], runs: Sequence[_PageRun]) -> None:
+        """Write which rows' attention is summed up, and where to."""
+        count = 0
+        for table, run in enumerate(runs):
+            if (masses := run.segment.kv.masses) is None:
+                continue
+            for position in masses.watched(run.begin, run.end):
+                row, sums = run.first_row + position - run.begin, masses.row(position, self.device)
+                # In the parts of all rows, where programs had one page of them.
+                words["watched"][count] = row, 1, table, row if self.shape.sections > 1 else count
+                words["sums"][count] = sums.data_ptr(), sums.shape[1]
+                count += 1
+        words["watched"][count:] = 0
 
     def _place_states(self, words: dict[str, numpy.ndarray], segments: Sequence[Segment]) -> None:
         """Write where each sequence's states are, and the snapshots that are due. Rows that are computed again stand
@@ -257,6 +293,36 @@ class GpuTables:
         words["snapshots"][: len(pairs)] = numpy.array(pairs, dtype=numpy.int64).reshape(-1, 2)
 
 
+@dataclass(frozen=True)
+class _PageRun:
+    """The tokens [begin, end) of a segment, counted in positions, which read one table of pages."""
+
+    segment: Segment
+    begin: int
+    end: int
+
+    @property
+    def first_row(self) -> int:
+        return self.segment.begin + self.begin - self.segment.past
+
+
+def _page_runs(segments: Sequence[Segment]) -> Iterator[_PageRun]:
+    """Yield a run for each segment, or for each page of one whose tokens may see other pages in each."""
+    for segment in segments:
+        begin, end = segment.past, segment.past + segment.end - segment.begin
+        while segment.kv.evicts and begin // PAGE_TOKENS < (end - 1) // PAGE_TOKENS:
+            stop = (begin // PAGE_TOKENS + 1) * PAGE_TOKENS
+            yield _PageRun(segment, begin, stop)
+            begin = stop
+        yield _PageRun(segment, begin, end)
+
+
+def seen_pages(batch: Batch, groups: Sequence[int], device: torch.device) -> int:
+    """Return the pages that tables need for what the batch sees, of these groups on the device."""
+    lasts = [(each.kv, (each.past + each.end - each.begin - 1) // PAGE_TOKENS) for each in batch.segments]
+    return max((kv.view(group, last, device)[1] + 1 for kv, last in lasts for group in groups), default=1)
+
+
 def table_shape(
     batch: Batch, rows: int, pages: int, groups: int, task_tokens: int, *, keeps_states: bool = False
 ) -> TableShape:
@@ -268,10 +334,24 @@ def table_shape(
     )  # fmt: skip
     count = rows if rows <= FEW_ROWS else 1 << (len(batch.segments) - 1).bit_length()
     sequences = count if keeps_states else 0
+    watched = _most_watched(batch, rows)
     if rows <= FEW_ROWS or len(batch.segments) > 1:  # a task has a row at least
-        return TableShape(rows, rows, rows, pages, groups, frequencies, sequences)
+        return TableShape(rows, rows, rows, pages, groups, frequencies, sequences, watched)
     # A task ends with its page, too.
-    return TableShape(rows, 1, rows // task_tokens + rows // PAGE_TOKENS + 2, pages, groups, frequencies, sequences)
+    most_pages = rows // PAGE_TOKENS + 2
+    tables, tasks = most_pages if batch.segments[0].kv.evicts else 1, rows // task_tokens + most_pages
+    return TableShape(rows, tables, tasks, pages, groups, frequencies, sequences, watched)
+
+
+def _most_watched(batch: Batch, rows: int) -> int:
+    """Return the most rows of such a batch whose attention is summed up."""
+    if all(segment.kv.masses is None for segment in batch.segments):
+        return 0
+    if rows <= FEW_ROWS:
+        return rows
+    spans = [(each.kv.masses, each.past, each.past + each.end - each.begin) for each in batch.segments]
+    count = sum(len(masses.watched(begin, end)) for masses, begin, end in spans if masses is not None)
+    return 1 << max(0, count - 1).bit_length()
 
 
 def table_pages(num_tokens: int, rows: int) -> int:

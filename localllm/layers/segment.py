@@ -77,8 +77,9 @@ class Masses(Protocol):
     def watched(self, past: int, end: int) -> range:
         """Return the positions of those of the tokens from `past` to `end` that count."""
 
-    def row(self, position: int) -> Tensor:
-        """Return where the weights of a token are to be added, fp32 [key heads, pages that it sees]."""
+    def row(self, position: int, device: torch.device = ...) -> Tensor:
+        """Return where a device, by default the host, is to add the weights of a token, fp32 [key heads, pages that it
+        sees]."""
 
 
 class KVStore(Protocol):
@@ -111,6 +112,11 @@ class KVStore(Protocol):
     @property
     def masses(self) -> Masses | None:
         """Return what counts the attention that pages get in layers without a window; None where nothing does."""
+
+    @property
+    def evicts(self) -> bool:
+        """Return whether pages leave before its end, so that tokens of one page may see others than those of another
+        do."""
 
     @property
     def layouts(self) -> tuple[PageLayout, PageLayout | None]:

@@ -23,7 +23,7 @@ from localllm.kernels.gpu import product, sample
 from localllm.kernels.gpu.embedding import embed
 from localllm.kernels.gpu.expert_record import ExpertTable
 from localllm.kernels.gpu.launch import run_all
-from localllm.kernels.kv_page import pages_of
+from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.layers.attention import Attention
 from localllm.layers.batch import Batch, Draw, moved
@@ -31,7 +31,15 @@ from localllm.layers.beside import Beside, SingleMixer
 from localllm.layers.delta_net import DeltaNet
 from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
-from localllm.layers.gpu_tables import GpuTables, HostStage, TableShape, table_pages, table_shape, task_tokens
+from localllm.layers.gpu_tables import (
+    GpuTables,
+    HostStage,
+    TableShape,
+    seen_pages,
+    table_pages,
+    table_shape,
+    task_tokens,
+)
 from localllm.layers.latent_attention import LatentAttention
 from localllm.layers.linear import Linear
 from localllm.layers.low_rank import Adapter, AppliedAdapter
@@ -216,14 +224,16 @@ class GpuProgram:
     def _room(self, batch: Batch, rows: int, draws: Sequence[Draw]) -> _ForwardRoom:
         """Return the room for a batch, with its tables filled."""
         layouts = batch.segments[0].kv.layouts
-        shape, tokens = self._shape(batch, rows, table_pages(_longest(batch), rows))
+        groups = self._groups(batch)
+        pages = table_pages(PAGE_TOKENS * seen_pages(batch, groups, self.device), rows)
+        shape, tokens = self._shape(batch, rows, pages)
 
         def new_room() -> _ForwardRoom:
             x = self._rows.x if rows <= product.FEW_ROWS else self._rows.long_x
             return _ForwardRoom(GpuTables(shape, self.device, layouts), x[:rows], self._rows)
 
         room = self._graphs.room(self.name_in_graphs, (shape, layouts), new_room)
-        room.tables.fill(batch, self._groups(batch), tokens, draws)
+        room.tables.fill(batch, groups, tokens, draws)
         room.forwards += 1
         return room
 
@@ -285,9 +295,10 @@ class GpuProgram:
         decoder.stream.begin()
         ring, forwards = decoder.ring_of(batches), []
         for batch in batches:
-            shape, tokens = self._shape(batch, len(batch), pages_of(_longest(batch)))
+            groups = self._groups(batch)
+            shape, tokens = self._shape(batch, len(batch), seen_pages(batch, groups, self.device))
             tables = GpuTables(shape, self.device, batch.segments[0].kv.layouts, self._long_stage)
-            tables.fill(batch, self._groups(batch), tokens)
+            tables.fill(batch, groups, tokens)
             adapters, first = self._adapters.rows_of(batch), torch.empty((len(batch), features), device=self.device)
             forwards.append(GpuForward(batch, tables, self._places(batch), decoder.dtype, first, adapters))
         states = [torch.empty((len(b), decoder.config.hidden_size), device=self.device) for b in batches]
@@ -494,7 +505,3 @@ def graph_rows(count: int) -> int | None:
     if count <= _MOST_PADDED:
         return 1 << (count - 1).bit_length()
     return count if count == CHUNK_ROWS else None
-
-
-def _longest(batch: Batch) -> int:
-    return max(segment.past + segment.end - segment.begin for segment in batch.segments)

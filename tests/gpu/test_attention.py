@@ -8,13 +8,15 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.cache.kv_format import KV_FORMATS, KVFormat
-from localllm.kernels import kv_page
+from localllm.kernels import kv_page, reference
 from localllm.kernels.gpu.activations import Codes, to_codes
 from localllm.kernels.gpu.attention import PREFILL_ROWS, attend, block_rows, tasks_of
 from localllm.kernels.gpu.attention_merge import new_parts
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.page_masses import Watched, watch
 from localllm.kernels.kv_page import PAGE_TOKENS
 from tests.gpu.forward_support import LAYER, NAN, Forward, write_new
 from tests.kv_support import random
@@ -199,6 +201,33 @@ def test_a_scale_that_is_not_finite_reaches_those_who_see_its_token(kv_format, p
     assert mixed[:3].isnan().any(-1).all() and mixed[3:].isfinite().all()
 
 
+@pytest.mark.parametrize(("kv_format", "sinks"), in_turn(SINKS, None))
+def test_the_attention_that_pages_get_is_that_of_the_weights(kv_format, sinks):
+    """What a step leaves is summed up; of a prompt it is computed for the rows that count."""
+    forward, watched = Forward(kv_format, KH=2, D=32, pasts=[318, 20], counts=[3, 2], padding=1), [0, 2, 4]
+    q, pages = prepared(forward, 4), 6
+    parts, rows = new_parts(pages, forward.num_rows, 4, 32), block_rows(2, is_prefill=False)
+    history, options = forward.history(rows // 2), {"scale": 0.2, "softcap": 1.5, "sinks": sinks}
+    out = torch.empty(forward.num_rows, 128)
+    run_all(attend(q, out, forward.tokens(), history, parts, *forward.layouts, LAYER, **options, rows=rows))
+    for own in (parts, None):
+        sums = torch.zeros(len(watched), 2, pages)
+        tasks = [(row, 1, forward.rows[row][0], row if own else i) for i, row in enumerate(watched)]
+        places = torch.tensor([[each.data_ptr(), pages] for each in sums] + [[0, 0]])
+        counted = Watched(torch.tensor([*tasks, (0, 0, 0, 0)], dtype=torch.int32), places)
+        for _ in range(2):  # layers add to the same
+            run_all(watch(q, forward.tokens(), history, counted, own, pages, *forward.layouts, LAYER, **options))
+        for row, found in zip(watched, sums, strict=True):
+            torch.testing.assert_close(found, 2 * _masses(forward, q[row], row, pages, sinks), rtol=1e-4, atol=1e-5)
+
+
+def _masses(forward: Forward, query: Tensor, row: int, pages: int, sinks: Tensor | None) -> Tensor:
+    keys, _ = forward.seen_by(*forward.rows[row])
+    scores = 1.5 * torch.tanh(query.double().view(2, 2, -1) @ keys.mT * 0.2 / 1.5)
+    weights = reference.softmax(scores.unsqueeze(2), sinks).sum((1, 2))
+    return functional.pad(weights, (0, pages * PAGE_TOKENS - weights.shape[1])).view(2, pages, -1).sum(-1).float()
+
+
 def test_tasks_stand_in_one_page_and_have_so_many_tokens_at_most():
-    assert list(tasks_of(2, 10, 60, 9, 4)) == [(10, 4, 2, 0), (14, 4, 2, 0), (18, 1, 2, 0)]
-    assert list(tasks_of(0, 0, 62, 4, 16)) == [(0, 2, 0, 0), (2, 2, 0, 0)]
+    assert list(tasks_of(2, 10, 60, 9, 4)) == [(10, 4, 2, 10), (14, 4, 2, 14), (18, 1, 2, 18)]
+    assert list(tasks_of(0, 0, 62, 4, 16)) == [(0, 2, 0, 0), (2, 2, 0, 2)]

@@ -26,6 +26,7 @@ from localllm.kernels.gpu import (
     layer_norm,
     low_rank,
     mamba2,
+    page_masses,
     product,
     rope,
     routing,
@@ -38,6 +39,7 @@ from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner
+from localllm.kernels.gpu.page_masses import Watched
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.recurrence import SegmentTables
@@ -542,6 +544,36 @@ def _seen(
     return keys, values
 
 
+def _watch(
+    card: SimulatedCard,
+    q: Tensor,
+    tokens: TokenTables,
+    history: AttentionHistory,
+    watched: Watched,
+    _parts: object,
+    _pages: int,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    KH = dense.num_kv_heads
+    for (row, count, table, _), (address, width) in zip(watched.tasks.tolist(), watched.sums.tolist(), strict=True):
+        if not count:
+            continue
+        position, own = int(tokens.positions[row]), int(tokens.own[row]) + layer * int(tokens.own_stride[row])
+        keys, _ = _seen(card, history.tables[table].tolist(), own, 0, position, dense, coded, layer)
+        scores = q[row].double().view(KH, -1, q.shape[2]) @ keys.double().mT * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        weights = reference.softmax(scores.unsqueeze(2), sinks).sum((1, 2))  # [KH, slots]
+        masses = functional.pad(weights, (0, -weights.shape[1] % PAGE_TOKENS)).view(KH, -1, PAGE_TOKENS).sum(-1)
+        sums = card.bytes_at(address, 4 * KH * width).view(torch.float32).view(KH, width)
+        sums[:, : masses.shape[1]] += masses.float()
+
+
 def _latent_store(
     card: SimulatedCard,
     absorbed: Tensor,
@@ -615,6 +647,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     latent_store.latent_store: _latent_store,
     latent_attention.attend_latents: _attend_latents,
     attention.attend: _attend,
+    page_masses.watch: _watch,
     sample.sample: _sample,
     product.multiply: _multiply,
     product.by_head: _by_head,

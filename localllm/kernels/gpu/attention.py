@@ -52,20 +52,21 @@ class AttentionHistory:
     """The tasks and page tables of a forward, on the device.
 
     tasks int32 [N, 4]: see `tasks_of`; a task of no rows computes nothing.
-    tables int64 [B, P]: the addresses of each segment's pages; what a window has left is not read.
+    tables int64 [B, P]: the addresses of the pages that a task's rows see; what a window has left is not read.
     """
 
     tasks: Tensor
     tables: Tensor
 
 
-def tasks_of(segment: int, first_row: int, past: int, count: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+def tasks_of(table: int, first_row: int, past: int, count: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
     """Rows [first_row, first_row + count) of a forward, a segment's tokens behind its first `past`, cut into tasks of
-    at most so many tokens of one page: (first row, rows, segment, 0)."""
+    at most so many tokens of one page: (first row, rows, table of pages, row of the first one's result)."""
     slot, end = past, past + count
     while slot < end:
         stop = min(end, slot + tokens, (slot // PAGE_TOKENS + 1) * PAGE_TOKENS)
-        yield first_row + slot - past, stop - slot, segment, 0
+        row = first_row + slot - past
+        yield row, stop - slot, table, row
         slot = stop
 
 
@@ -292,14 +293,15 @@ def _store(
 ):
     """Store the rows. Their place is computed and read again: the loops need every register."""
     group: tl.constexpr = H // KH
-    row = (tl.load(task, volatile=True) + r // group) * H + kv_head * group + r % group
+    row = (tl.load(task + 3, volatile=True) + r // group) * H + kv_head * group + r % group
     mask = r < tl.load(task + 1, volatile=True) * group
     tl.store(peaks + first + row, peak, mask=mask)
     tl.store(totals + first + row, total, mask=mask)
-    for i in tl.static_range(len(mixed)):
-        feature = i * GROUP + tl.arange(0, GROUP)[None, :]
-        at = part + first * D + row[:, None] * D + feature
-        tl.store(at, mixed[i], mask=mask[:, None] & (feature < D))
+    if part is not None:
+        for i in tl.static_range(len(mixed)):
+            feature = i * GROUP + tl.arange(0, GROUP)[None, :]
+            at = part + first * D + row[:, None] * D + feature
+            tl.store(at, mixed[i], mask=mask[:, None] & (feature < D))
 
 
 @triton.jit
@@ -409,31 +411,57 @@ def attend(
     rows: see `block_rows`. sinks: fp32 [H], scores without a value, which come before all pages. gate: see `merge`.
     Rows of no task, and padding, stay as they are. Else see `paged_attention`.
     """
-    assert q.is_contiguous() and parts.mixed.shape[1:] == q.shape
+    assert parts.mixed.shape[1:] == q.shape
     pages = 1 if parts.sections > 1 else ALL_PAGES
     first, later = (sinks, None) if pages == ALL_PAGES else (None, sinks)
     reach = FAR.value if window is None else window
-    (M, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense, q.device), _scaling(scale, softcap)
+    attending = over_pages(
+        q, tokens, history, parts, dense, coded, layer, pages, scale=scale, window=reach, softcap=softcap, rows=rows,
+        sinks=first,
+    )  # fmt: skip
+    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, sinks=later, gate=gate)
+    return [attending, merging]
+
+
+def over_pages(
+    q: Tensor,
+    tokens: TokenTables,
+    history: AttentionHistory,
+    parts: Parts,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    pages: int,
+    *,
+    scale: float,
+    window: int = FAR.value,
+    softcap: float | None = None,
+    rows: int = DECODE_ROWS,
+    sinks: Tensor | None = None,
+) -> KernelLaunch:
+    """Return the launch of `attend` that fills the parts; pages: of a program. Parts may be without features, and have
+    rows of their own."""
+    assert q.is_contiguous()
+    (_, H, _), block, (factor, cap) = q.shape, _rows_at_once(rows, dense, q.device), _scaling(scale, softcap)
     is_wide = is_interpreted() or dense.dtype is torch.float32  # the interpreter multiplies bf16 wrongly
-    attending = KernelLaunch(
+    return KernelLaunch(
         kernel=_attend,
         grid=(len(history.tasks) * (rows // block), dense.num_kv_heads, parts.sections),
         arguments={
-            "q": q, "part": parts.mixed, "peaks": parts.peaks, "totals": parts.totals, "sinks": first,
+            "q": q, "part": parts.mixed if parts.mixed.shape[-1] else None, "peaks": parts.peaks,
+            "totals": parts.totals, "sinks": sinks,
             **{name: getattr(tokens, name) for name in ("positions", "own", "own_stride")},
-            "tasks": history.tasks, "tables": history.tables, "layer": layer, "window": reach, "factor": factor,
-            "cap": cap, "num_rows": M, "table_stride": history.tables.stride(0),
+            "tasks": history.tasks, "tables": history.tables, "layer": layer, "window": window, "factor": factor,
+            "cap": cap, "num_rows": parts.mixed.shape[1], "table_stride": history.tables.stride(0),
         },
         constants={
             **page_constants(dense, coded), "H": H, "OPERAND": tl.float32 if is_wide else tl.bfloat16,
             "BLOCKS": rows // block, "BLOCK_R": block, "SECTION": pages,
             "TOKENS": _tokens_at_once(block, dense.head_dim),
-            "HAS_SOFTCAP": softcap is not None, "HAS_WINDOW": reach != FAR.value,
+            "HAS_SOFTCAP": softcap is not None, "HAS_WINDOW": window != FAR.value,
         },
         # A step's program has one page; of many rows the next one is on its way, but with more features its place would
         # leave too little for the queries.
         num_warps=_num_warps(block, dense.head_dim, is_wide=is_wide),
         num_stages=2 if block > DECODE_ROWS and dense.head_dim <= 128 else 1,
     )  # fmt: skip
-    merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, sinks=later, gate=gate)
-    return [attending, merging]

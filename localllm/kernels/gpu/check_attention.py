@@ -14,9 +14,10 @@ from localllm.kernels import paged_attention
 from localllm.kernels.gpu import activations
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.attention import AttentionHistory, attend, block_rows, tasks_of
-from localllm.kernels.gpu.attention_merge import can_code, new_parts
+from localllm.kernels.gpu.attention_merge import Parts, can_code, new_parts
 from localllm.kernels.gpu.check_case import ROUNDED, SUMMED, Case, codes_for, differing, error_of, poisoned
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.page_masses import Watched, watch
 from localllm.kernels.gpu.rope import Rope, TokenTables, rope_store
 from localllm.kernels.kv_page import PAGE_TOKENS, Coding, PageLayout
 from localllm.kernels.paged_attention import LayerPages
@@ -43,6 +44,7 @@ class Heads:
     gates_heads: bool = False
     has_sinks: bool = False
     has_growth: bool = False
+    watches: bool = False  # what its pages get is summed up
     rotary: float = 1.0  # of a head's features, the share that RoPE turns
     dtype: torch.dtype = torch.bfloat16
 
@@ -80,6 +82,8 @@ ATTENTION = (
     Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
     Heads("int8", "int8", heads=16, kv_heads=4, has_norms=True, gates_heads=True),
     Heads("dense", "dense", 64, dtype=torch.float32),
+    Heads("int8", "int8", watches=True),
+    Heads("dense", "dense", 64, 14, 2, softcap=5.0, has_sinks=True, watches=True),
 )
 
 
@@ -108,6 +112,10 @@ def attention_cases(device: torch.device, heads: Heads, matrices: Iterable[Weigh
         pages.by_kernels(qkv, rope, rows, found, options, is_prefill=is_prefill)
         tolerance = ROUNDED if heads.dtype is torch.bfloat16 else SUMMED
         yield Case(f"attention of {heads}, {count} rows", error_of(found, right), tolerance)
+        if heads.watches:
+            sums = pages.watched(qkv, rope, rows, options, is_prefill=is_prefill)
+            right = pages.masses(q, heads.masks["scale"], heads.softcap, sinks)
+            yield Case(f"what pages get by {heads}, {count} rows", error_of(sums.sum(1), right), ROUNDED)
         if is_prefill:
             in_steps.by_kernels(qkv, rope, block_rows(H // KH, is_prefill=False), stepwise, options, is_prefill=False)
             yield Case(f"attention of {heads}, {count} rows: bits of steps", float((found != stepwise).sum()), 0)
@@ -194,8 +202,8 @@ class Pages:
         options: dict[str, Any],
         *,
         is_prefill: bool,
-    ) -> None:
-        """options: of `attend`."""
+    ) -> tuple[Tensor, Parts]:
+        """options: of `attend`. Returns queries, and what its programs have left."""
         T, D, KH = self.count, qkv.shape[-1], self.dense.num_kv_heads
         H = qkv.shape[1] - 2 * KH
         tokens, history = self.tables(rows // (H // KH))
@@ -203,3 +211,31 @@ class Pages:
         rope_store(qkv, q, tokens, rope, self.dense, self.coded, LAYER).run()
         parts = new_parts(1 if is_prefill else len(self.pages), T, H, D, self.device)
         run_all(attend(q, out, tokens, history, parts, self.dense, self.coded, LAYER, rows=rows, **options))
+        return q, parts
+
+    def watched(self, qkv: Tensor, rope: Rope, rows: int, options: dict[str, Any], *, is_prefill: bool) -> Tensor:
+        """Return what the pages get of the last five tokens, fp32 [tokens, KH, pages]: as `by_kernels` computes it."""
+        T, KH, pages = self.count, self.dense.num_kv_heads, len(self.pages)
+        H = qkv.shape[1] - 2 * KH
+        q, parts = self.by_kernels(
+            qkv, rope, rows, poisoned(T, H * qkv.shape[-1], device=self.device), options, is_prefill=is_prefill
+        )
+        sums = torch.zeros((5, KH, pages), device=self.device)
+        tasks = [(row, 1, 0, i if is_prefill else row) for i, row in enumerate(range(T - 5, T))]
+        places = torch.tensor([(each.data_ptr(), pages) for each in sums]).to(self.device)
+        counted = Watched(torch.tensor(tasks, dtype=torch.int32).to(self.device), places)
+        scoring = {name: options[name] for name in ("scale", "softcap", "sinks")}
+        own, (tokens, history) = None if is_prefill else parts, self.tables(rows // (H // KH))
+        run_all(watch(q, tokens, history, counted, own, pages, self.dense, self.coded, LAYER, **scoring))
+        return sums
+
+    def masses(self, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Return the same by torch's operators, fp32 [tokens, pages]."""
+        pages, own = ([page[LAYER] for page in some] for some in (self.pages, self.own))
+        layer = LayerPages(self.dense, self.coded, 0, pages, own)
+        found = torch.zeros((5, len(pages)), device=self.device)
+        for i, row in enumerate(range(self.count - 5, self.count)):
+            position = self.past + row
+            masses = paged_attention.page_masses(q[row : row + 1], layer, position, scale, softcap, sinks)
+            found[i, : len(masses)] = masses
+        return found

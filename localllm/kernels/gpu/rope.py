@@ -36,7 +36,8 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 class TokenTables:
     """The tables of each row of a forward, on the device.
 
-    positions int32 [M]: -1 is a padding row, for which nothing is written.
+    positions int32 [M]: -1 is a padding row, for which nothing is written. Of attention: as if the pages that a row
+    sees were all there are.
     own, own_stride int64 [M]: the address of its own dense page, and the bytes from one layer's part to the next's.
     coded int64 [M]: the address of its page in the coded pool, 0 where there is none.
     """
