@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from benchmarks.context_quality import (
@@ -35,16 +34,19 @@ from benchmarks.context_quality import (
     Window,
     cells,
     facts,
+    inputs,
+    parser,
     passages,
+    record,
+    result_of,
 )
-from benchmarks.measure import RESULTS, known, machine, markdown_table, save, write_section
-from benchmarks.quality import PAGE, Run, cut_windows
+from benchmarks.measure import markdown_table
+from benchmarks.quality import Run, cut_windows
 from localllm.cache.moved_pages import COMPUTED_SHARE
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, Usage
 from localllm.engine.prefix_config import KVReuse
 from localllm.engine.request import Request, SamplingParams
-from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
@@ -154,48 +156,20 @@ def _table(run: Run) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
-    parser.add_argument("--of", help="the text's name (default: the file's)")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--ctx", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=192, help="of a document")
-    parser.add_argument("--probe", choices=("facts", "passages"), default="facts")
-    parser.add_argument("--windows", type=int, help=f"(default: as many as have {TOKENS:,} tokens)")
-    parser.add_argument("--quick", action="store_true", help="one window, and nothing is written")
-    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
-    options = parser.parse_args()
-    result = known("chunk_quality", options.save) or {"schema_version": 1, "runs": {}}
-    if options.text:
-        run = _run(options)
-        result["runs"][f"{run['model']} {run['ctx']} {run['tokens']}"] = run
-        if not options.quick:
-            save("chunk_quality", result | {"machine": machine()}, options.save)
-    print(tables(result))
-    if not options.quick and options.save == RESULTS:
-        write_section(PAGE, BEGIN, END, tables(result))
+    options = parser(__doc__, TOKENS)
+    options.add_argument("--ctx", type=int, default=1024)
+    options.add_argument("--tokens", type=int, default=192, help="of a document")
+    given = options.parse_args()
+    runs = [_run(given)] if given.text else []
+    named = ((f"{run['model']} {run['ctx']} {run['tokens']}", run) for run in runs)
+    record("chunk_quality", given, named, tables, (BEGIN, END))
 
 
-def _run(options: argparse.Namespace) -> Run:
-    files, text = locate(options.model), options.text.read_text(encoding="utf-8")
-    count = 1 if options.quick else options.windows or max(TOKENS // options.ctx, 1)
-    tokenizer = Tokenizer.load(files.directory)
-    windows = make_windows(tokenizer, text, options.probe, options.ctx, options.tokens, count)
-    rows = []
-    for row in measured(options.model, options.ctx, windows):
-        rows.append(row)
-        print({key: value for key, value in row.items() if key != "by_depth"}, flush=True)
-    return {
-        "model": Path(files.name).name.removesuffix(".gguf"),
-        "text": options.of or options.text.stem,
-        "ctx": options.ctx,
-        "tokens": options.tokens,
-        "documents": len(windows[0].probes),
-        "probe": options.probe,
-        "predicted_tokens": sum(len(window.text) for window in windows),
-        "needles": sum(len(window.probes) for window in windows if not window.is_control),
-        "rows": rows,
-    }
+def _run(given: argparse.Namespace) -> Run:
+    tokenizer, text, count = inputs(given, given.ctx)
+    windows = make_windows(tokenizer, text, given.probe, given.ctx, given.tokens, count)
+    rows = measured(given.model, given.ctx, windows)
+    return result_of(given, windows, rows, ctx=given.ctx, tokens=given.tokens, documents=len(windows[0].probes))
 
 
 if __name__ == "__main__":

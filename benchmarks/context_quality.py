@@ -24,7 +24,7 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,49 +292,78 @@ def parsed_fields(text: str) -> Fields:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
-    parser.add_argument("--of", help="the text's name (default: the file's)")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--ctx", type=int, nargs="+", default=[1024])
-    parser.add_argument("--probe", choices=("facts", "passages"), default="facts")
-    parser.add_argument("--windows", type=int, help=f"(default: as many as have {TOKENS_A_CONTEXT} tokens)")
-    parser.add_argument("--setting", type=parsed_fields, action="append", default=[], help="FIELD=VALUE,...")
-    parser.add_argument("--quick", action="store_true", help="one window, and nothing is written")
-    parser.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
-    options = parser.parse_args()
-    result = known("context_quality", options.save) or {"schema_version": 1, "runs": {}}
-    for ctx in options.ctx if options.text else ():
-        run = _run(options, ctx)
-        result["runs"][f"{run['model']} {ctx}"] = run
-        if not options.quick:
-            save("context_quality", result | {"machine": machine()}, options.save)
-    print(tables(result))
-    if not options.quick and options.save == RESULTS:
-        write_section(PAGE, BEGIN, END, tables(result))
+    options = parser(__doc__, TOKENS_A_CONTEXT)
+    options.add_argument("--ctx", type=int, nargs="+", default=[1024])
+    options.add_argument("--setting", type=parsed_fields, action="append", default=[], help="FIELD=VALUE,...")
+    given = options.parse_args()
+    runs = (_run(given, ctx) for ctx in given.ctx if given.text)
+    named = ((f"{run['model']} {run['ctx']}", run) for run in runs)
+    record("context_quality", given, named, tables, (BEGIN, END))
 
 
-def _run(options: argparse.Namespace, ctx: int) -> Run:
-    files, text = locate(options.model), options.text.read_text(encoding="utf-8")
-    count = 1 if options.quick else options.windows or max(TOKENS_A_CONTEXT // ctx, 1)
-    windows = make_windows(Tokenizer.load(files.directory), text, options.probe, ctx, count)
-    rows = []
-    for row in measured(options.model, ctx, windows, options.setting or [*default_settings(ctx)]):
-        rows.append(row)
-        print(
-            shown(row["setting"]),
-            {key: value for key, value in row.items() if key not in ("setting", "by_depth")},
-            flush=True,
-        )
+def _run(given: argparse.Namespace, ctx: int) -> Run:
+    tokenizer, text, count = inputs(given, ctx)
+    windows = make_windows(tokenizer, text, given.probe, ctx, count)
+    rows = measured(given.model, ctx, windows, given.setting or [*default_settings(ctx)])
+    return result_of(given, windows, rows, ctx=ctx)
+
+
+# What benchmarks.chunk_quality does as well
+
+
+def parser(description: str | None, num_tokens: int) -> argparse.ArgumentParser:
+    """num_tokens: of all windows of a context together, where their number is not given."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
+    made.add_argument("--of", help="the text's name (default: the file's)")
+    made.add_argument("--model", default="tiny")
+    made.add_argument("--probe", choices=("facts", "passages"), default="facts")
+    made.add_argument("--windows", type=int, help=f"(default: as many as have {num_tokens:,} tokens)")
+    made.add_argument("--quick", action="store_true", help="one window, and nothing is written")
+    made.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")
+    made.set_defaults(num_tokens=num_tokens)
+    return made
+
+
+def inputs(given: argparse.Namespace, ctx: int) -> tuple[Tokenizer, str, int]:
+    """Return the model's tokenizer, the text, and how many windows of it are wanted."""
+    count = 1 if given.quick else given.windows or max(given.num_tokens // ctx, 1)
+    return Tokenizer.load(locate(given.model).directory), given.text.read_text(encoding="utf-8"), count
+
+
+def result_of(given: argparse.Namespace, windows: Sequence[Window], rows: Iterable[Run], **more: object) -> Run:
+    """Return what is saved of a run. more: what tells it from others of its model."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print({key: value for key, value in row.items() if key != "by_depth"}, flush=True)
     return {
-        "model": Path(files.name).name.removesuffix(".gguf"),
-        "text": options.of or options.text.stem,
-        "ctx": ctx,
-        "probe": options.probe,
+        "model": Path(locate(given.model).name).name.removesuffix(".gguf"),
+        "text": given.of or given.text.stem,
+        **more,
+        "probe": given.probe,
         "predicted_tokens": sum(len(window.text) for window in windows),
         "needles": sum(len(window.probes) for window in windows if not window.is_control),
-        "rows": rows,
+        "rows": found,
     }
+
+
+def record(
+    name: str,
+    given: argparse.Namespace,
+    runs: Iterable[tuple[str, Run]],
+    tables: Callable[[Mapping[str, Any]], str],
+    markers: tuple[str, str],
+) -> None:
+    """Save each run with those that are known, by its key, and write the tables of all of them to the page."""
+    result = known(name, given.save) or {"schema_version": 1, "runs": {}}
+    for key, run in runs:
+        result["runs"][key] = run
+        if not given.quick:
+            save(name, result | {"machine": machine()}, given.save)
+    print(tables(result))
+    if not given.quick and given.save == RESULTS:
+        write_section(PAGE, *markers, tables(result))
 
 
 if __name__ == "__main__":
