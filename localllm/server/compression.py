@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from localllm.chat.compression import Compressible, Compression, Judge, JudgeRead, compressible
+from localllm.chat.compression import HIGHEST, LOWEST, Compressible, Compression, Judge, JudgeRead, compressible
 from localllm.errors import LocalLLMError
 from localllm.registry import BUILT_IN
 from localllm.runtime.served_model import AskedModel, ServedModel
-from localllm.server.bodies import ReplyBody
+from localllm.server.bodies import Body, ReplyBody
 from localllm.server.endpoint import ApiCall
 from localllm.server.errors import RequestError
+from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
 from localllm.server.model_server import ModelServer
 from localllm.server.replies import collected
-from localllm.text.eviction import Message
+from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
+
+
+class CompressBody(Body):
+    """Fields of every chat."""
+
+    compress: float | None = optional(
+        "The share of the tokens that is kept of the prose in the user's messages, before what they ask. The reply's "
+        "`compression` has what was removed.",
+        ge=LOWEST,
+        le=HIGHEST,
+    )
+    compress_with: str | None = optional("The model that judges what `compress` removes. Default: tiny.")
 
 
 class CompressionReply(ReplyBody):
@@ -29,27 +42,27 @@ class CompressionReply(ReplyBody):
     removed: list[str]
 
 
-def refuse_idle_judge(compress: float | None, compress_with: str | None) -> None:
-    """Raises RequestError for a judge without anything to judge."""
-    if compress_with is not None and compress is None:
-        what, why = "'compress_with' cannot be honoured", "it names the judge of 'compress', which is not set"
-        raise RequestError(400, what, why=why, param="compress_with", name="invalid_value")
-
-
 async def compressed(
-    call: ApiCall, model: str | None, messages: Sequence[Message], ratio: float, judge: str | None
-) -> tuple[Sequence[Message], Compression]:
-    """Return the messages with less context, and what left. model: that answers; it need not be loaded yet.
+    call: ApiCall, body: CompressBody, model: str | None, request: GenerationRequest
+) -> tuple[GenerationRequest, CompressionReply | None]:
+    """Return the request with less context, and what left. model: that answers; it need not be loaded yet.
 
-    Raises what refuses either model, or keeps the judge from reading.
+    Raises RequestError for a judge without anything to judge; else what refuses either model, or keeps the judge from
+    reading.
     """
-    server = call.server
+    if body.compress is None:
+        if body.compress_with is not None:
+            what, why = "'compress_with' cannot be honoured", "it names the judge of 'compress', which is not set"
+            raise RequestError(400, what, why=why, param="compress_with", name="invalid_value")
+        return request, None
+    prompt, server = request.prompt, call.server
+    assert isinstance(prompt, ChatInput)
     answering = (await server.named(model, call.tried)).served  # before anything is loaded
-    whole = await server.pool.off_loop(partial(compressible, messages))
+    whole = await server.pool.off_loop(partial(compressible, prompt.messages))
     try:
-        asked = await server.pool.asked(judge or BUILT_IN)
+        asked = await server.pool.asked(body.compress_with or BUILT_IN)
         if not whole.passages:
-            return messages, Compression(asked.name, ratio, 0, 0, ())
+            return request, CompressionReply(**Compression(asked.name, body.compress, 0, 0, ()).fields())
         if not call.judged:
             await server.make_ready(asked.served)
     except LocalLLMError as error:
@@ -58,7 +71,8 @@ async def compressed(
     if not call.judged:
         call.judged.append(await _judged(server, asked, whole))
     (reader, read), tokenizer = call.judged[0], await server.pool.on_disk(lambda: _tokenizer_of(answering))
-    return await server.pool.off_loop(lambda: whole.compressed(read, ratio, reader, tokenizer))
+    messages, told = await server.pool.off_loop(partial(whole.compressed, read, body.compress, reader, tokenizer))
+    return replace(request, prompt=replace(prompt, messages=messages)), CompressionReply(**told.fields())
 
 
 async def _judged(server: ModelServer, asked: AskedModel, whole: Compressible) -> tuple[Judge, JudgeRead]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from localllm.chat.answer import MAX_ANSWERS, best
-from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, SamplingParams
+from localllm.engine.request import MAX_BEAMS, MAX_LENGTH_PENALTY, EarlyStopping, Reuse, SamplingParams
 from localllm.errors import UsageError
 from localllm.server.bodies import Body, Ignored
 from localllm.server.errors import RequestError
@@ -85,6 +85,15 @@ Objects = Annotated[list[dict[str, Any]], Field(max_length=1000)]
 NOT_KEPT = Ignored("the server keeps no record of requests or their senders")
 CACHES_ITSELF = Ignored("the prefix cache needs no hints")
 OF_A_REPLY = Ignored("part of an earlier response that the model does not see")
+
+
+ReuseField = Annotated[
+    Reuse | None,
+    Field(
+        description="chunks: what of the prompt stood in earlier ones is taken from there at any position, "
+        "approximately; prefix: only its beginning. The default is the server's `--reuse`."
+    ),
+]
 
 
 def refuse_top_logprobs(most: int | None, *, wanted: bool | None) -> None:

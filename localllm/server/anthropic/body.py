@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, Tag, model_valid
 
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, tagged_by_type
+from localllm.server.compression import CompressBody
 from localllm.server.errors import RequestError
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest
@@ -230,7 +231,8 @@ class AnthropicMetadata(Body):
     user_id: fields.Label | None = None
 
 
-class MessagesBody(AnthropicPromptBody):
+class MessagesBody(AnthropicPromptBody, CompressBody):
+    reuse: fields.ReuseField = None
     max_tokens: fields.Count
     stream: bool | None = None
     stop_sequences: Annotated[list[fields.StopText] | None, Field(max_length=fields.MAX_STOPS)] = None

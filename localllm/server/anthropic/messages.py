@@ -11,6 +11,7 @@ from starlette.responses import Response
 from localllm.engine.events import FinishedEvent, Usage
 from localllm.server.anthropic.body import AnthropicPromptBody, MessagesBody, request_of
 from localllm.server.bodies import Absent, ReplyBody
+from localllm.server.compression import CompressionReply, compressed
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, body_of
 from localllm.server.fields import overlaid
@@ -23,12 +24,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnthropicUsage(ReplyBody):
-    """input_tokens: the prompt tokens that were computed; the others were in the prefix cache. evicted_tokens: those
-    whose keys and values left before the end, where some did (--kv-evict)."""
+    """input_tokens: the prompt tokens that were computed; the others were in the prefix cache. reused_tokens: of those,
+    the ones that stood at another position before. evicted_tokens: those whose keys and values left before the end,
+    where some did (--kv-evict)."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
+    reused_tokens: Absent[int] = None
     output_tokens: int
     evicted_tokens: Absent[int] = None
     service_tier: Literal["standard"] = "standard"
@@ -69,6 +72,7 @@ class MessageReply(ReplyBody):
     usage: AnthropicUsage
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
+    compression: Absent[CompressionReply] = None
 
 
 class BlockDelta(ReplyBody):
@@ -101,13 +105,15 @@ class TokenCount(ReplyBody):
 
 async def messages(call: ApiCall, body: MessagesBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
+    request, told = await compressed(call, body, body.model, request_of(body))
     asked = await call.asked(body.model, body.keep_alive)
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
     sampling = overlaid(asked.sampling(), {**given, "stop": body.stop_sequences or None})
-    answers = await call.server.ask(asked, replace(request_of(body), sampling=sampling, evicts=asked.evicts))
+    request = replace(request, sampling=sampling, evicts=asked.evicts, reuse=body.reuse)
+    answers = await call.server.ask(asked, request)
     hides = body.thinking is not None and body.thinking.display == "omitted"
     name, num_prompt_tokens = asked.shown(body.model), answers.num_prompt_tokens
-    writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, hides_thoughts=hides)
+    writer = MessageWriter(name, body.stop_sequences or (), num_prompt_tokens, told, hides_thoughts=hides)
     return await replied(answers, writer, is_streamed=body.stream)
 
 
@@ -123,6 +129,7 @@ def _usage(usage: Usage) -> AnthropicUsage:
     return AnthropicUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
+        reused_tokens=usage.reused_tokens or None,
         output_tokens=usage.completion_tokens,
         evicted_tokens=usage.evicted_tokens or None,
     )
@@ -138,9 +145,17 @@ class MessageWriter(AnswerWriter):
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, model: str, stops: Sequence[str], num_prompt_tokens: int, *, hides_thoughts: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        stops: Sequence[str],
+        num_prompt_tokens: int,
+        compression: CompressionReply | None = None,
+        *,
+        hides_thoughts: bool,
+    ) -> None:
         """stops: texts that the client wants the answer to end at."""
-        self._head: dict[str, Any] = {"id": new_id("msg_"), "model": model}
+        self._head: dict[str, Any] = {"id": new_id("msg_"), "model": model, "compression": compression}
         self._stops = stops
         self._num_prompt_tokens = num_prompt_tokens
         self._hides_thoughts = hides_thoughts

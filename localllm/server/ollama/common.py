@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SkipValidation
 
 from localllm.server.bodies import Absent, Body, ReplyBody
+from localllm.server.compression import CompressionReply
 from localllm.server.errors import RequestError
 from localllm.server.logprobs import ContentLogprob
 from localllm.server.replies import FinishReason, encoded
@@ -55,10 +56,12 @@ class OllamaEnd(ReplyBody):
 
     done: bool
     logprobs: SkipValidation[Absent[list[ContentLogprob]]] = None
+    compression: Absent[CompressionReply] = None
     done_reason: Absent[FinishReason | Literal["load", "unload"]] = None
     total_duration: Absent[int] = None
     load_duration: Absent[int] = None
     prompt_eval_count: Absent[int] = None
+    reused_count: Absent[int] = None  # tokens of the prompt that were taken from another position
     evicted_count: Absent[int] = None  # tokens whose keys and values left before the end, where some did
     prompt_eval_duration: Absent[int] = None
     eval_count: Absent[int] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from localllm.engine.events import FinishedEvent
 from localllm.server import fields
-from localllm.server.bodies import Absent, Body, OnlyFalse, ReplyBody
+from localllm.server.bodies import Absent, OnlyFalse, ReplyBody
+from localllm.server.compression import CompressBody, CompressionReply, compressed
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import Failure, RequestError, body_of
 from localllm.server.fields import optional
@@ -27,7 +28,7 @@ from localllm.text.chat_template import ChatInput
 from localllm.text.tokenizer import Tokenizer
 
 
-class OllamaGenerationBody(Body):
+class OllamaGenerationBody(CompressBody):
     """Fields that chats and prompts share."""
 
     why: ClassVar = {
@@ -35,7 +36,10 @@ class OllamaGenerationBody(Body):
         "think": 'it must be true, false, "low", "medium" or "high"',
         "shift": "the context does not shift: an answer ends when it is full",
     }
-    elsewhere: ClassVar = dict.fromkeys(Options.model_fields, "put it into 'options'")
+    elsewhere: ClassVar = {
+        **dict.fromkeys(Options.model_fields, "put it into 'options'"),
+        **dict.fromkeys(("options.reuse", "options.compress", "options.structured_outputs"), "put it beside 'options'"),
+    }
 
     model: OllamaModelName = None
     stream: bool | None = optional("Default: true.")
@@ -48,6 +52,7 @@ class OllamaGenerationBody(Body):
         "The form of the answer: any object, or a JSON Schema."
     )
     structured_outputs: fields.StructuredField = None
+    reuse: fields.ReuseField = None
     shift: OnlyFalse | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=fields.MAX_TOP_LOGPROBS)] = None
@@ -131,6 +136,7 @@ class OllamaWriter(AnswerWriter):
     most_logprobs: int | None = None
     started_ns: int = 0
     load_ns: int = 0
+    compression: CompressionReply | None = None
     open_calls: Delta = field(default_factory=Delta)  # calls that are not whole yet
 
     media_type = NDJSON
@@ -175,11 +181,13 @@ class OllamaWriter(AnswerWriter):
     def _timings(self, finished: FinishedEvent) -> dict[str, Any]:
         timings = timings_of(finished)
         return {
+            "compression": self.compression,
             "done_reason": finish_reason(finished),
             "total_duration": time.perf_counter_ns() - self.started_ns,
             "load_duration": self.load_ns,
             "prompt_eval_count": finished.usage.prompt_tokens,
             "prompt_eval_duration": round(timings.prompt_ms * 1e6),
+            "reused_count": finished.usage.reused_tokens or None,
             "evicted_count": finished.usage.evicted_tokens or None,
             "eval_count": finished.usage.completion_tokens,
             "eval_duration": round(timings.predicted_ms * 1e6),
@@ -206,9 +214,13 @@ async def generate(call: ApiCall, body: OllamaGenerateBody) -> Response:
     if not body.prompt:
         return await _load_only(call, body)
     if body.raw:
-        for name, given in (("system", body.system), ("think", body.think)):
+        no_template, no_question = "a raw prompt gets no chat template", "a raw prompt has no question that stays"
+        for name, given, why in (
+            ("system", body.system, no_template),
+            ("think", body.think, no_template),
+            ("compress", body.compress, no_question),
+        ):
             if given:
-                why = "a raw prompt gets no chat template"
                 raise RequestError(400, f"{name!r} cannot be honoured", why=why, param=name, name="unsupported_value")
         return await _answer(call, body, body.prompt)
     system = [{"role": "system", "content": body.system}] if body.system else []
@@ -231,8 +243,10 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     """more: fields of the request."""
     fields.refuse_top_logprobs(body.top_logprobs, wanted=body.logprobs)
     started_ns = time.perf_counter_ns()
+    request, told = await compressed(call, body, body.model, GenerationRequest(prompt))
+    asked_ns = time.perf_counter_ns()
     asked = await call.asked(body.model, body.keep_alive)
-    load_ns = time.perf_counter_ns() - started_ns
+    load_ns = time.perf_counter_ns() - asked_ns
     most_logprobs, think, form = body.top_logprobs or 0 if body.logprobs else None, body.think, None
     if body.format or isinstance(body.format, dict):
         form = fields.ANY_OBJECT if isinstance(body.format, str) else fields.json_grammar(body.format)
@@ -241,10 +255,11 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     )
     effort = ("on" if think else "none") if isinstance(think, bool) else think
     is_chat = isinstance(body, OllamaChatBody)
-    request = GenerationRequest(
-        prompt,
-        sampling_of(body.options, asked, logprobs=most_logprobs),
+    request = replace(
+        request,
+        sampling=sampling_of(body.options, asked, logprobs=most_logprobs),
         num_ctx=None if body.options is None else body.options.num_ctx,
+        reuse=body.reuse,
         effort=None if isinstance(prompt, str) else effort,
         evicts=isinstance(body, OllamaChatBody) and (asked.evicts if body.truncate is None else body.truncate),
         grammar=grammar,
@@ -255,7 +270,7 @@ async def _answer(call: ApiCall, body: OllamaGenerationBody, prompt: ChatInput |
     )
     tokenizer = asked.engine().tokenizer  # an engine that breaks has none
     answers = await call.server.ask(asked, request)
-    writer = OllamaWriter(asked.shown(body.model), is_chat, tokenizer, most_logprobs, started_ns, load_ns)
+    writer = OllamaWriter(asked.shown(body.model), is_chat, tokenizer, most_logprobs, started_ns, load_ns, told)
     return await replied(answers, writer, is_streamed=body.stream is not False)
 
 

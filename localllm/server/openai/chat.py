@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
-from localllm.chat.compression import HIGHEST, LOWEST, Compression
 from localllm.engine.events import FinishedEvent
 from localllm.server import fields
 from localllm.server.bodies import Absent, NullOrAbsent, ReplyBody
-from localllm.server.compression import CompressionReply, compressed, refuse_idle_judge
+from localllm.server.compression import CompressBody, CompressionReply, compressed
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.errors import RequestError
 from localllm.server.fields import BestOf, optional, requested_best_of
@@ -34,13 +34,12 @@ from localllm.server.replies import FinishReason, TimingsReply, finish_reason, n
 from localllm.server.stream import GenerationStream
 from localllm.server.tools.deltas import Delta, ToolCallDelta
 from localllm.text.chat_template import ChatInput
-from localllm.text.eviction import Message
 from localllm.text.tokenizer import Tokenizer
 
 _ONLY_TOOLS = "use 'tools' and 'tool_choice', as OpenAI does by now"
 
 
-class OpenAIChatBody(common.OpenAIGenerationBody):
+class OpenAIChatBody(common.OpenAIGenerationBody, CompressBody):
     elsewhere: ClassVar = {
         **common.OpenAIGenerationBody.elsewhere,
         "prompt": "send it as 'messages', or to /v1/completions",
@@ -71,13 +70,6 @@ class OpenAIChatBody(common.OpenAIGenerationBody):
         "true: the answer continues the last message, which is the assistant's."
     )
     parallel_tool_calls: bool | None = optional("false: at most one call in an answer.")
-    compress: float | None = optional(
-        "The share of the tokens that is kept of the prose in the user's messages, before what they ask. The reply's "
-        "`compression` has what was removed.",
-        ge=LOWEST,
-        le=HIGHEST,
-    )
-    compress_with: str | None = optional("The model that judges what `compress` removes. Default: tiny.")
     functions: fields.Nothing = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
@@ -185,12 +177,10 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         what, why = "'max_tokens' and 'max_completion_tokens' differ", "the first is the older name of the second"
         raise RequestError(400, what, why=why, param="max_tokens", name="invalid_value")
-    refuse_idle_judge(body.compress, body.compress_with)
     before, said = _begun(body)
-    messages: Sequence[Message] = chat_messages(before)
-    told: Compression | None = None
-    if body.compress is not None:
-        messages, told = await compressed(call, body.model, messages, body.compress, body.compress_with)
+    opens_turn = body.add_generation_prompt is not False or bool(said)
+    prompt = ChatInput(chat_messages(before), None, opens_turn, body.chat_template_kwargs or {})
+    request, told = await compressed(call, body, body.model, GenerationRequest(prompt, said=said))
     most_logprobs = body.top_logprobs or 0 if body.logprobs else None
     asked = await call.asked(body.model, body.keep_alive)
     limit = body.max_completion_tokens or body.max_tokens
@@ -203,13 +193,11 @@ async def chat(call: ApiCall, body: OpenAIChatBody) -> Response:
         grammar=body.text_grammar,
     )
     tokenizer = asked.engine().tokenizer
-    opens_turn = body.add_generation_prompt is not False or bool(said)
     answers = await call.server.ask(
         asked,
-        GenerationRequest(
-            ChatInput(list(messages), None, opens_turn, body.chat_template_kwargs or {}),
-            sampling,
-            said=said,
+        replace(
+            request,
+            sampling=sampling,
             n=body.n or 1,
             best_of=best_of,
             num_ctx=body.num_ctx,
@@ -287,7 +275,7 @@ class ChatWriter(common.ChunkWriter):
         best_of: BestOf,
         tokenizer: Tokenizer,
         most_logprobs: int | None,
-        compression: Compression | None,
+        compression: CompressionReply | None,
     ) -> None:
         super().__init__(ChatChunk(**head, choices=[]), answers, body.stream_options, len(answers.prepared.requests))
         self._common = head
@@ -295,7 +283,7 @@ class ChatWriter(common.ChunkWriter):
         self._best_of = best_of
         self._tokenizer = tokenizer
         self._most_logprobs = most_logprobs
-        self._compression = None if compression is None else CompressionReply(**compression.fields())
+        self._compression = compression
         self._called = set[int]()
 
     def whole(self, answers: list[Delta]) -> ChatCompletion:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from localllm.engine.events import FinishedEvent
-from localllm.engine.request import Reuse, SamplingParams
+from localllm.engine.request import SamplingParams
 from localllm.runtime.served_model import AskedModel
 from localllm.server import fields
 from localllm.server.bodies import Absent, Body, Ignored, OnlyTrue, ReplyBody
@@ -74,6 +74,7 @@ class OpenAISamplingBody(Body):
     )
     keep_alive: fields.KeepAlive = None
     structured_outputs: fields.StructuredField = None
+    reuse: fields.ReuseField = None
     user: Annotated[fields.Label | None, fields.NOT_KEPT] = None
     store: Annotated[bool | None, fields.NOT_KEPT] = None
     safety_identifier: Annotated[fields.Label | None, fields.NOT_KEPT] = None
@@ -111,10 +112,6 @@ class OpenAIGenerationBody(OpenAISamplingBody, BestOfBody):
     repeat_last_n: fields.LastN | None = None
     num_ctx: fields.Count | None = optional(fields.NUM_CTX)
     grammar: fields.Pattern | None = optional("The form of the answer, as in llama.cpp: GBNF or Lark.")
-    reuse: Reuse | None = optional(
-        "chunks: what of the prompt stood in earlier ones is taken from there at any position, approximately; prefix: "
-        "only its beginning. The default is the server's `--reuse`."
-    )
     cache_prompt: OnlyTrue | None = optional("The prefix cache is always used.")
 
     @property

@@ -10,6 +10,7 @@ from pydantic import SkipValidation
 
 from localllm.engine.events import FinishedEvent, TokenLogprob
 from localllm.server.bodies import Absent, ReplyBody
+from localllm.server.compression import CompressionReply
 from localllm.server.errors import Failure
 from localllm.server.logprobs import ContentLogprob, content_logprobs
 from localllm.server.replies import AnswerWriter, event, new_id
@@ -60,7 +61,10 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputDetails(ReplyBody):
+    """reused_tokens: as in `PromptDetails`."""
+
     cached_tokens: int
+    reused_tokens: Absent[int] = None
     cache_write_tokens: int = 0
 
 
@@ -109,6 +113,7 @@ class ResponseObject(ReplyBody):
     incomplete_details: Incomplete | None
     output: list[OutputItem]
     usage: Absent[ResponseUsage] = None
+    compression: Absent[CompressionReply] = None
 
 
 class ResponseEvent(ReplyBody):
@@ -194,7 +199,9 @@ class ResponseWriter(AnswerWriter):
             counts = self._finished.usage
             usage = ResponseUsage(
                 input_tokens=counts.prompt_tokens,
-                input_tokens_details=InputDetails(cached_tokens=counts.cached_tokens),
+                input_tokens_details=InputDetails(
+                    cached_tokens=counts.cached_tokens, reused_tokens=counts.reused_tokens or None
+                ),
                 output_tokens=counts.completion_tokens,
                 output_tokens_details=OutputDetails(reasoning_tokens=self._num_thought_tokens),
                 total_tokens=counts.prompt_tokens + counts.completion_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from localllm.server import fields
 from localllm.server.bodies import Body, Ignored, OnlyFalse, ReplyBody, tagged_by_type
+from localllm.server.compression import CompressBody, compressed
 from localllm.server.endpoint import ApiCall, Endpoint
 from localllm.server.fields import optional
 from localllm.server.generation_request import GenerationRequest, prompt_ids, under_preset
@@ -210,7 +211,7 @@ class ResponsesCountBody(ResponsesPromptBody):
     parallel_tool_calls: Annotated[bool | None, Ignored("it is not part of the prompt")] = None
 
 
-class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody):
+class ResponsesBody(ResponsesPromptBody, OpenAISamplingBody, CompressBody):
     ignored_values: ClassVar = {"include": _NOT_INCLUDED}
     why: ClassVar = {
         **ResponsesPromptBody.why,
@@ -244,6 +245,7 @@ class InputTokens(ReplyBody):
 
 async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     """Raises what refuses the request, or ends its answer before anything was emitted."""
+    request, told = await compressed(call, body, body.model, _request(body))
     asked = await call.asked(body.model, body.keep_alive)
     most = body.top_logprobs if body.top_logprobs is not None else (0 if _LOGPROBS in (body.include or ()) else None)
     sampling = sampling_of(body, asked, max_tokens=body.max_output_tokens, logprobs=most)
@@ -257,9 +259,10 @@ async def responses(call: ApiCall, body: ResponsesBody) -> Response:
     )
     truncation = body.truncation or ("auto" if asked.evicts else "disabled")
     more: dict[str, Any] = {"priority": body.priority, "grammar": grammar, "grammar_field": grammar_field}
-    request = replace(_request(body), sampling=sampling, evicts=truncation == "auto", **more)
-    answers = await call.server.ask(asked, request)
+    more |= {"reuse": body.reuse, "evicts": truncation == "auto"}
+    answers = await call.server.ask(asked, replace(request, sampling=sampling, **more))
     head = head_of(body, asked.shown(body.model), truncation, sampling.temperature, sampling.top_p)
+    head |= {"compression": told}
     return await replied(answers, ResponseWriter(head, tokenizer, most), is_streamed=body.stream)
 
 
@@ -334,7 +337,7 @@ def _text(content: str | Sequence[InputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def head_of(body: ResponsesBody, model: str, truncation: str, temperature: float, top_p: float) -> Mapping[str, Any]:
+def head_of(body: ResponsesBody, model: str, truncation: str, temperature: float, top_p: float) -> dict[str, Any]:
     """Return the fields of the response that repeat the request."""
     return {
         "created_at": int(time.time()),
