@@ -205,12 +205,12 @@ def attend(decoder: Decoder, options: Any) -> dict[str, Any]:
         kv.prepare(depth + 1)
         alone = {name: partial(attention_s, attention_tape(kv, decoder, start)) for name, start in starts.items()}
         attention = interleaved(alone, options.rounds)
-        bounds, pages = kv.nbytes, engine.residency.kv_pages.nbytes
+        sketches, pages = kv.nbytes, engine.residency.kv_pages.nbytes
     engine.close()
     return {
         "depth": depth,
         "chosen_pages": options.chosen_pages,
-        "bounds_of_pages": round(bounds / (pages - bounds), 4),
+        "sketches_of_pages": round(sketches / (pages - sketches), 4),
         "step_s": {name: spread(found) for name, found in steps.items()},
         "step_gain": paired(steps["all"], steps["chosen"]),
         "attention_s": {name: spread(found) for name, found in attention.items()},

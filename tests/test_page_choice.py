@@ -29,11 +29,14 @@ from localllm.engine.residency import new_pages as new_kv_pages
 from localllm.engine.runner import ModelRunner
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Chunk
-from localllm.kernels.kv_page import NOT_FINITE
-from localllm.kernels.paged_attention import paged_attention
+from localllm.kernels.cpu_jit import host_isas
+from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, ChoiceRoom
+from localllm.kernels.cpu_tape import Tape
+from localllm.kernels.kv_page import NOT_FINITE, rotated
+from localllm.kernels.paged_attention import paged_attention, write
 from localllm.kernels.sizes import KVShape
 from localllm.layers.config import AttentionConfig, RopeConfig
-from localllm.layers.native_attention import NativeAttention
+from localllm.layers.native_attention import NativeAttention, attention_tables
 from localllm.layers.segment import Segment
 from localllm.models.shapes import find_shape
 from localllm.offload.planner.model_shape import ModelShape
@@ -100,6 +103,31 @@ def test_the_kernels_choose_as_the_operators_do(kv_format, past, count):
 
 
 @native
+@pytest.mark.parametrize("isa", host_isas(), ids=lambda isa: isa.name)
+@pytest.mark.parametrize(
+    ("name", "heads"), [("bf16", (6, 2, 80)), ("int8", (40, 2, 32)), ("k8v4", (3, 1, 256)), ("int4", (4, 4, 96))]
+)
+def test_heads_of_any_shape_choose_alike_on_every_cpu(isa, name, heads):
+    """More query heads than a vector has lanes, and features of which groups of 32 leave some."""
+    H, KH, D = heads
+    config = replace(CONFIG, num_heads=H, num_kv_heads=KH, head_dim=D, rotary_dim=D)
+    kv = filled(new_pages(KV_FORMATS[name], 4, config), 1500, 1, seed=7)
+    kv.attend_from = 0
+    q, keys, values = rows_of(kv, 1, config).split((H, KH, KH), dim=1)
+    held = kv.layer(LAYER, kv.length, 1)
+    write(held, kv.length, keys, values)
+    expected = paged_attention(q, held, kv.length, scale=config.scale, choice=kv.choice)
+    tables = attention_tables([Segment(0, 1, kv, kv.length, rope_length=0)], H, KH, 1, 2, choosing=0)
+    assert tables.chosen is not None
+    room = AttentionRoom(len(tables.tasks), len(tables.merges), 50, KH, D, ChoiceRoom(tables.chosen, 1, KH))
+    room.place(tables)
+    turned, out = (rotated(q) if held.coded else q) * config.scale, torch.zeros(1, H * D)
+    place = AttentionPlace(turned, H * D, out, torch.tensor(tables.tokens[0]), LAYER, H, None, None)
+    Tape([*room.steps(isa, kv.layouts, place, rows=tables.rows, is_split=tables.is_split)]).run()
+    torch.testing.assert_close(out.view(1, H, D), expected, rtol=1e-4, atol=1e-5)
+
+
+@native
 @every_format
 def test_a_page_that_is_not_finite_is_passed_over_by_no_query(kv_format):
     """Of the first key head, in page 5 of 17: whose answer would else be a number."""
@@ -118,7 +146,7 @@ def test_a_page_that_is_not_finite_is_passed_over_by_no_query(kv_format):
 @native
 @every_format
 def test_pages_that_are_written_again_are_judged_by_what_they_have_then(kv_format):
-    """Pages 10 to 17, once with bounds of what was there before, once without."""
+    """Pages 10 to 17, once with sketches of what was there before, once without."""
     found = []
     for attend_from in (0, 5000):
         kv = choosing(kv_format, 1090, 200, 1, attend_from)
@@ -142,7 +170,7 @@ def test_who_chooses_all_pages_attends_with_the_bits_of_full_attention(kv_format
     assert not torch.equal(attended([seven], [14]), attended([ours], [14]))
 
 
-IDS = [random.Random(1).randrange(3, VOCAB) for _ in range(460)]  # eight pages
+IDS = random.Random(3).choices(range(3, VOCAB), k=460)  # eight pages
 FROM = 200  # in the fourth page, from where on tokens choose; one of those between the first and the last two
 
 
@@ -228,23 +256,21 @@ def test_perplexity_is_that_of_tokens_which_choose():
     assert losses[0] == losses[1] and len({*losses}) == 3
 
 
-def test_the_bounds_of_pages_are_counted():
-    """Two layers, two key heads, 32 features, two numbers of two bytes each; pages in blocks of 16."""
+def test_the_sketches_of_pages_are_counted():
+    """Of two layers and two key heads, for 16 pages: 32 signs and a scale a token, and the mean."""
     pages = chosen_engine(1).residency.kv_pages
     before = pages.nbytes
     kv = PagedKV(pages, 900)
-    assert pages.nbytes - before - sum(pool.nbytes for group in pages.groups for pool in group.pools) == 2 * 16 * 256
+    assert pages.nbytes - before - sum(pool.nbytes for group in pages.groups for pool in group.pools) == 16 * 4 * 384
     kv.close()
     assert PagedKV(pages, 250).choice is None, "four pages are attended to in any case"
 
 
-def test_a_plan_knows_the_bounds_and_what_is_read():
+def test_a_plan_knows_the_sketches_and_what_is_read():
     shapes = [planned_shape(attend) for attend in ("all", "top:16", "top:900")]
     full, few, many = (each.attended_bytes(32_768) for each in shapes)
     assert (
-        few < full / 10
-        and many > few
-        and shapes[0].kv_bytes(64) < shapes[1].kv_bytes(64) < 1.1 * shapes[0].kv_bytes(64)
+        few < full / 7 and many > few and shapes[0].kv_bytes(64) < shapes[1].kv_bytes(64) < 1.1 * shapes[0].kv_bytes(64)
     )
 
 

@@ -21,7 +21,7 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.weights import choose_recipe
 from localllm.errors import DoesNotFitError, Fix
 from localllm.hub import ModelFiles
-from localllm.kernels.sizes import PAGE_TOKENS, attended_tokens, bound_bytes
+from localllm.kernels.sizes import PAGE_TOKENS, attended_tokens, sketch_bytes
 from localllm.layers.moe import MoE
 from localllm.models.block_layouts import block_layouts, model_bytes
 from localllm.models.decoder import Decoder
@@ -105,7 +105,7 @@ def mean_kv_bytes(
     for (window, shape), layers in kinds.items():
         keys = sum(min(window or length, length) for length in lengths)
         if window is None and context >= most:
-            total += layers * keys * bound_bytes(shape, 1) // PAGE_TOKENS
+            total += layers * keys * sketch_bytes(shape, 1) // PAGE_TOKENS
             keys = gen_tokens * most
         total += layers * keys * kv_format.sizes([shape], model.dtype.itemsize).per_token
     return total // gen_tokens

@@ -20,7 +20,7 @@ from localllm.cache.pages import HOST, Ferry, PagePool
 from localllm.cache.spill_file import SpillFile
 from localllm.cache.states import SequenceState
 from localllm.kernels.kv_page import GROUP, KVShape, layer_groups, pages_of
-from localllm.kernels.page_choice import FIXED_PAGES, PageBounds
+from localllm.kernels.page_choice import FIXED_PAGES, PageSketches
 from localllm.kernels.state_shapes import StateShape
 
 
@@ -131,14 +131,14 @@ class KVPages:
         is no memory."""
         return SequenceState(self._state_shapes, self.state_devices) if self._state_shapes else None
 
-    def new_bounds(self, capacity: int) -> dict[int, PageBounds]:
-        """Return room for the bounds of a sequence's pages, for each group of layers whose tokens may choose some of
+    def new_sketches(self, capacity: int) -> dict[int, PageSketches]:
+        """Return room for the sketches of a sequence's pages, for each group of layers whose tokens may choose some of
         them. Raises what torch does where there is no memory."""
         pages = pages_of(capacity)
         if self.chosen_pages is None or pages <= self.chosen_pages + FIXED_PAGES:
             return {}
         whole = [(index, group) for index, group in enumerate(self.groups) if group.window is None and group.layers]
-        return {index: PageBounds(len(group.layers), group.shape, pages) for index, group in whole}
+        return {index: PageSketches(len(group.layers), group.shape, pages) for index, group in whole}
 
     def move(self, devices: Sequence[torch.device], state_devices: Sequence[torch.device] = ()) -> None:
         """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,

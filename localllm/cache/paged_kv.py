@@ -20,7 +20,7 @@ from localllm.cache.layer_group import LayerGroup
 from localllm.cache.page_ring import PageRing
 from localllm.cache.pages import Page, PagePool
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
-from localllm.kernels.page_choice import PageBounds, PageChoice
+from localllm.kernels.page_choice import PageChoice, PageSketches
 from localllm.kernels.paged_attention import LayerPages
 from localllm.layers.low_rank import AppliedAdapter
 
@@ -54,7 +54,7 @@ class PagedKV:
         self._views: dict[tuple[int, int, torch.device], Tensor] = {}
         self._left: set[int] = set()  # pages that got too little attention
         self.masses = pages.new_masses(capacity)
-        self.state, self._bounds = pages.new_state(), pages.new_bounds(capacity)
+        self.state, self._sketches = pages.new_state(), pages.new_sketches(capacity)
         self._reserve(num_borrowed)
         self._borrowed = {page for table in borrowed for page in table if page is not None}
         for index, table in enumerate(borrowed):
@@ -117,19 +117,19 @@ class PagedKV:
     @property
     def choice(self) -> PageChoice | None:
         """Return by what tokens choose the pages that they attend to; None where they attend to all."""
-        if self.attend_from is None or not self._bounds or self.pages.chosen_pages is None:
+        if self.attend_from is None or not self._sketches or self.pages.chosen_pages is None:
             return None
         return PageChoice(self.pages.chosen_pages, self.attend_from)
 
-    def bounds(self, index: int) -> PageBounds:
-        """Return the bounds of a group's pages, by which tokens choose."""
-        return self._bounds[index]
+    def sketches(self, index: int) -> PageSketches:
+        """Return the sketches of a group's pages, by which tokens choose."""
+        return self._sketches[index]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its states and of its pages' bounds."""
+        """The bytes of its states and of its pages' sketches."""
         states = 0 if self.state is None else self.state.nbytes
-        return states + sum(bounds.nbytes for bounds in self._bounds.values())
+        return states + sum(each.nbytes for each in self._sketches.values())
 
     def move_states(self, devices: Sequence[torch.device]) -> None:
         if self.state is not None:
@@ -222,8 +222,8 @@ class PagedKV:
 
     @property
     def num_bounded(self) -> int:
-        """Pages from the first on of which every layer has the bounds."""
-        return min((int(each.made.min()) for each in self._bounds.values()), default=0)
+        """Pages from the first on of which every layer has sketches."""
+        return min((int(each.made.min()) for each in self._sketches.values()), default=0)
 
     @property
     def ring(self) -> PageRing | None:
@@ -293,7 +293,7 @@ class PagedKV:
         here on sees."""
         assert self.length <= end <= self.capacity, "the scheduler admits no token beyond what was reserved"
         self._end_forward()
-        self._trim_bounds()
+        self._trim_sketches()
         self._evict()
         first, last = self.length // PAGE_TOKENS, (end - 1) // PAGE_TOKENS
         self._spill(last + 1)
@@ -395,17 +395,17 @@ class PagedKV:
         self.num_sealed = min(self.num_sealed, number)
         self.moved = {moved for moved in self.moved if moved < number}
         self.length = length
-        self._trim_bounds()
+        self._trim_sketches()
         if self.masses is not None:
             self.masses.trim(length)
             self._left = {each for each in self._left if each < number}
             self.exact_tokens = min(self.exact_tokens, length) if self._left else self.capacity
         return length
 
-    def _trim_bounds(self) -> None:
-        """Forget bounds of pages that may be written again."""
-        for bounds in self._bounds.values():
-            bounds.trim(self.length // PAGE_TOKENS)
+    def _trim_sketches(self) -> None:
+        """Forget sketches of pages that may be written again."""
+        for sketches in self._sketches.values():
+            sketches.trim(self.length // PAGE_TOKENS)
 
     @property
     def num_evicted(self) -> int:

@@ -11,7 +11,7 @@ from localllm.cache.kv_format import KV_FORMATS, choose_format
 from localllm.config import format_bytes
 from localllm.errors import Fix, UsageError
 from localllm.kernels.cpu_matmul import is_available
-from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS, attended_tokens, bound_bytes
+from localllm.kernels.sizes import MAX_ROWS, PAGE_TOKENS, attended_tokens, sketch_bytes
 from localllm.layers.config import MoEConfig, Recurrent
 from localllm.models.architecture import ModelConfig
 from localllm.models.block_layouts import block_layouts
@@ -114,9 +114,9 @@ def with_choice(shape: ModelShape, config: ModelConfig, chosen_pages: int | None
     if chosen_pages is None:
         return shape
     layers = zip(config.kv_shapes, config.windows, strict=True)
-    bounds = sum(bound_bytes(each, 1) for each, window in layers if window is None) // PAGE_TOKENS
-    per_token, most = shape.kv_bytes_per_token + bounds, attended_tokens(chosen_pages)
-    return replace(shape, kv_bytes_per_token=per_token, bound_bytes_per_token=bounds, chosen_tokens=most)
+    sketches = sum(sketch_bytes(each, 1) for each, window in layers if window is None) // PAGE_TOKENS
+    per_token, most = shape.kv_bytes_per_token + sketches, attended_tokens(chosen_pages)
+    return replace(shape, kv_bytes_per_token=per_token, sketch_bytes_per_token=sketches, chosen_tokens=most)
 
 
 def with_windows(shape: ModelShape, config: ModelConfig, dtype: str) -> ModelShape:
@@ -138,7 +138,7 @@ def smaller_kv(shape: ModelShape, config: ModelConfig, dtype: str) -> dict[str, 
     found, item_bytes = {}, ITEM_BYTES[DTYPE_NAMES[dtype]]
     for name in KV_FORMATS:
         sizes = choose_format(name, config.kv_shapes, item_bytes).sizes(config.kv_shapes, item_bytes)
-        per_token = sizes.per_token + shape.bound_bytes_per_token
+        per_token = sizes.per_token + shape.sketch_bytes_per_token
         if sizes.coded is not None and per_token < shape.kv_bytes_per_token:
             smaller = replace(shape, kv=name, kv_bytes_per_token=per_token)
             smaller = replace(smaller, kv_bytes_per_sequence=sizes.per_sequence)

@@ -71,11 +71,11 @@ class Isa:
         parts = _parts(kernel, pairs, 16)
         return _joined(kernel, [kernel.call(vector_of("i32", 8), "llvm.x86.avx2.pmadd.wd", p, ones) for p in parts])
 
-    def looked_up(self, kernel: Kernel, table: list[int], nibbles: Value) -> Value:
-        """The bytes of a table, of 16, in place of the nibbles 0..15 that the bytes of <16 x i32> are."""
+    def looked_up(self, kernel: Kernel, table: Value, nibbles: Value) -> Value:
+        """The bytes of a table, <16 x i8>, in place of the nibbles 0..15 that the bytes of <16 x i32> are."""
         lanes = 64 if self.name == "avx512-vnni" else 16 if self.machine == "aarch64" else 32
         kind = vector_of("i8", lanes)
-        bytes_of = kernel.byte_lanes(table * (lanes // 16))
+        bytes_of = kernel.shuffle(table, table, [*range(16)] * (lanes // 16))
         parts = []
         for part in _parts(kernel, nibbles.convert("bitcast", vector_of("i8", 64)), lanes):
             if self.machine == "aarch64":

@@ -100,22 +100,21 @@ def scales(at: Value) -> Value:
     return (((codes << SCALE_SHIFT) + SCALE_BIAS) | is_not_finite).convert("bitcast", F32V)
 
 
-def hadamard(k: Kernel, first: Value, second: Value) -> tuple[Value, Value]:
-    """`kv_page.rotated` of the group of 32 in two vectors."""
+def hadamard(k: Kernel, vectors: list[Value]) -> list[Value]:
+    """`kv_page.rotated` of the group of 32 in two vectors, or of one of 16."""
     mixed = []
-    for vector in (first + second, first - second):
+    for vector in [vectors[0] + vectors[1], vectors[0] - vectors[1]] if len(vectors) == 2 else vectors:
         for stride in (8, 4, 2, 1):
             partner = k.shuffle(vector, vector, [lane ^ stride for lane in range(LANES)])
             signs = k.f32_lanes([-1.0 if lane & stride else 1.0 for lane in range(LANES)])
             vector = k.fma(vector, signs, partner)
-        mixed.append(vector * GROUP**-0.5)
-    return mixed[0], mixed[1]
+        mixed.append(vector * (LANES * len(vectors)) ** -0.5)
+    return mixed
 
 
 def rotated(k: Kernel, vectors: list[Value]) -> list[Value]:
     """All groups of a head."""
-    pairs = zip(vectors[::2], vectors[1::2], strict=True)
-    return [vector for pair in pairs for vector in hadamard(k, *pair)]
+    return [vector for at in range(0, len(vectors), 2) for vector in hadamard(k, vectors[at : at + 2])]
 
 
 def coded_run(k: Kernel, vectors: list[Value], coding: Coding) -> tuple[Value, list[Value]]:

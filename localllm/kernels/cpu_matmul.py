@@ -170,7 +170,7 @@ class GroupWeights:
             low, high = word & NIBBLES, (word >> 4) & NIBBLES
             if not self.weights.is_looked_up:
                 return low, high
-            table = self._table(plane)
+            table = octet.kernel.byte_lanes(self._table(plane))
             return self.isa.looked_up(octet.kernel, table, low), self.isa.looked_up(octet.kernel, table, high)
         first, second = (at.at(64 * half).load(I32V, 64) ^ SIGN_BITS for half in range(HALVES))
         if self.isa.multiplies_whole_bytes:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels import cpu_attention, cpu_choice, cpu_latent, cpu_latent_int8
+from localllm.kernels import cpu_attention, cpu_choice, cpu_latent, cpu_latent_int8, cpu_sketch
 from localllm.kernels.cpu_amx import has_amx
 from localllm.kernels.cpu_attention import MERGE_WORDS, ROW_COUNTS, TASK_WORDS, part_floats
 from localllm.kernels.cpu_isa import Isa
 from localllm.kernels.cpu_linear import Step, float_bits
 from localllm.kernels.cpu_rope import TOKEN_BYTES
+from localllm.kernels.cpu_sketch import SCRATCH_BYTES
 from localllm.kernels.kv_page import LatentLayout, PageLayout
 from localllm.kernels.page_choice import FIXED_PAGES
-from localllm.kernels.sizes import BOUND_PAGES, BOUND_WORDS, CHOICE_WORDS, TOKEN_WORDS
+from localllm.kernels.sizes import CHOICE_WORDS, SKETCH_WORDS, TOKEN_WORDS
 
 NO_WINDOW = 1 << 40
 Words = Sequence[tuple[int, ...]]
@@ -25,7 +26,7 @@ Layouts = tuple[PageLayout, PageLayout | None]  # of dense pages, and of coded o
 
 @dataclass(frozen=True)
 class ChosenPages:
-    """What tokens need that choose the pages they attend to. choices: see CHOICE_WORDS; sequences: see BOUND_WORDS;
+    """What tokens need that choose the pages they attend to. choices: see CHOICE_WORDS; sequences: see SKETCH_WORDS;
     threads: that choose, at most."""
 
     choices: Words
@@ -35,12 +36,12 @@ class ChosenPages:
     @property
     def table_pages(self) -> int:
         """Pages in the tables of a key head, all together."""
-        return sum(pages + FIXED_PAGES for bounds, _, pages, _ in self.choices if bounds)
+        return sum(pages + FIXED_PAGES for sketches, _, pages, _ in self.choices if sketches)
 
     @property
     def most_pages(self) -> int:
-        """Pages in whole blocks that the longest sequence may have."""
-        return max(blocks for _, blocks, _, _ in self.choices) * BOUND_PAGES
+        """Pages that the longest sequence may have."""
+        return max(room for _, room, _, _ in self.choices)
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class ChoiceRoom:
     def __init__(self, wanted: ChosenPages, tokens: int, kv_heads: int) -> None:
         self._kv_heads, self._threads, self._most_pages = kv_heads, wanted.threads, wanted.most_pages
         self._choices = torch.zeros(tokens, len(CHOICE_WORDS), dtype=torch.int64)
-        self._sequences = torch.zeros(len(wanted.sequences), len(BOUND_WORDS), dtype=torch.int64)
+        self._sequences = torch.zeros(len(wanted.sequences), len(SKETCH_WORDS), dtype=torch.int64)
         self._tables = torch.zeros(wanted.table_pages * kv_heads, dtype=torch.int64)
-        self._keys = torch.zeros(wanted.threads, self._most_pages, dtype=torch.int32)
+        self._scratch = torch.zeros(wanted.threads, self._most_pages * SCRATCH_BYTES, dtype=torch.uint8)
         self._shape = torch.zeros(2, dtype=torch.int64)  # tokens, sequences
         self._num_chosen = 0
         self.tokens = torch.zeros(kv_heads, tokens, len(TOKEN_WORDS), dtype=torch.int64)
@@ -99,22 +100,22 @@ class ChoiceRoom:
         return self.tokens.shape[1] * TOKEN_BYTES
 
     def steps(self, isa: Isa, layouts: Layouts, place: AttentionPlace) -> Iterator[Step]:
-        """Return the step that makes bounds, and the one that chooses by them."""
+        """Return the step that makes sketches, and the one that chooses by them."""
         dense, coded = layouts
         shared: dict[str, Tensor | int]
         shared = {"sequences": self._sequences, "shape": self._shape, "kv_heads": self._kv_heads, "layer": place.layer}
-        yield cpu_choice.bounds(isa, coded or dense).step(**shared)
-        yield cpu_choice.choose(isa, dense.head_dim).step(
+        yield cpu_sketch.sketch(isa, coded or dense).step(**shared)
+        yield cpu_choice.choose(isa, dense.head_dim, is_rotated=coded is not None).step(
             q=place.q,
             tokens=place.tokens,
             choices=self._choices,
             chosen=self.tokens,
             tables=self._tables,
-            keys=self._keys,
+            scratch=self._scratch,
             group=place.num_heads // self._kv_heads,
             stride=place.stride,
             chosen_stride=self.token_stride,
-            keys_stride=4 * self._most_pages,
+            scratch_stride=self._most_pages * SCRATCH_BYTES,
             **shared,
         )
 

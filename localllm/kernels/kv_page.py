@@ -154,17 +154,18 @@ def _grouped(x: Tensor, size: int = GROUP) -> Tensor:
 
 
 @cache
-def _hadamard(device: torch.device) -> Tensor:
+def _hadamard(device: torch.device, size: int) -> Tensor:
     matrix: Tensor = torch.ones(1, 1)
-    while len(matrix) < GROUP:
+    while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    scaled: Tensor = matrix * GROUP**-0.5
+    scaled: Tensor = matrix * size**-0.5
     return scaled.to(device)
 
 
-def rotated(x: Tensor) -> Tensor:
-    """fp32 [..., D], each group of 32 features times an orthonormal Hadamard matrix; twice is the identity."""
-    return torch.flatten(_grouped(x.float()) @ _hadamard(x.device), -2)
+def rotated(x: Tensor, size: int = GROUP) -> Tensor:
+    """fp32 [..., D], each group of 32 features times an orthonormal Hadamard matrix; twice is the identity. size: of a
+    group, a power of two."""
+    return torch.flatten(_grouped(x.float(), size) @ _hadamard(x.device, size), -2)
 
 
 def _scales(codes: Tensor) -> Tensor:

@@ -1,22 +1,35 @@
 """Which pages a token attends to where it does not attend to all: a few that are chosen by what it looks for.
 
-Of every page but the first, its own and the one before that, the least and the largest number of each key feature are
-known. They bound what a query may find there: q . k <= sum of max(q * least, q * largest). The pages with the largest
-bounds are attended to, beside those three (Quest, arXiv:2406.10774). Query heads that share a key head choose together,
-by the sum of their bounds, so that a page is read once for all of them.
+Of every page but the first, its own and the one before that, a sketch of the keys is known: their mean, and of each key
+beside it one bit a feature, and a scale of 32 features (RaBitQ, arXiv:2405.12497, less its random rotation). That
+estimates every query's score with every key, and so the share of its attention that a page gets. Query heads that share
+a key head choose together, by the sum of their shares, so that a page is read once for all of them. The pages with the
+largest sums are attended to, beside those three.
+
+SmolLM2 135M with 8 of 29 pages finds 78 % of the facts that stand in 2,048 tokens so, and 81 % with all pages. By
+bounds of the features (Quest, arXiv:2406.10774), a third of the bytes, it finds 31 %.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from localllm.kernels.sizes import BOUND_BYTES as BOUND_BYTES
-from localllm.kernels.sizes import BOUND_PAGES as BOUND_PAGES
+from localllm.kernels import kv_page
+from localllm.kernels.kv_page import GROUP, SCALE_BIAS, SCALE_HIGH, SCALE_LOW, SCALE_SHIFT
 from localllm.kernels.sizes import FIXED_PAGES as FIXED_PAGES
-from localllm.kernels.sizes import PAGE_TOKENS, KVShape, attended_tokens, bound_bytes
+from localllm.kernels.sizes import PAGE_TOKENS, KVShape, SketchLayout, attended_tokens, sketch_bytes
+
+ROOM_PAGES = 16  # there is room for a multiple of so many, whose scores are compared at once
+# Where a scale is the mean magnitude of normal numbers, signs miss pi / 2 - 1 of its square; half of what they miss of
+# a query's score is added, by which the mean of its exponential grows.
+NOISE = (math.pi / 2 - 1) / 2
+# Of the sums of four features with their signs, in each head's own unit: four such sums and as much again fit a byte.
+MOST_UNITS, LEAST_UNIT = 31, 1e-30
 
 
 @dataclass(frozen=True)
@@ -32,38 +45,82 @@ class PageChoice:
         return max(self.first_token, attended_tokens(self.pages) or 0)
 
 
-class PageBounds:
-    """The bounds of a sequence's pages in all layers of a group: bf16 [layers, KH, blocks, D, 2, 16], the least of 16
-    pages beside their largest, a line of the cache. Room for them is not touched before they are made."""
+class PageSketches:
+    """The sketches of a sequence's pages in all layers of a group: uint8 [layers, KH, pages, bytes], see
+    `SketchLayout`. Room for them is not touched before they are made."""
 
     def __init__(self, layers: int, shape: KVShape, pages: int) -> None:
-        self.blocks = -(-pages // BOUND_PAGES)
-        sizes = layers, shape.num_heads, self.blocks, shape.head_dim, 2, BOUND_PAGES
-        self.bounds = torch.zeros(sizes, dtype=torch.bfloat16)
+        self.pages = -(-pages // ROOM_PAGES) * ROOM_PAGES
+        sizes = layers, shape.num_heads, self.pages, SketchLayout(shape.head_dim).nbytes
+        self.sketches = torch.zeros(sizes, dtype=torch.uint8)
         self.made = torch.zeros(layers, dtype=torch.int64)  # of each layer, pages from the first on
-        self.nbytes = layers * bound_bytes(shape, self.blocks * BOUND_PAGES)
+        self.nbytes = layers * sketch_bytes(shape, self.pages)
 
     def trim(self, pages: int) -> None:
         """Forget what was made of pages from this number on."""
         self.made.clamp_(max=pages)
 
 
-def bounds_of(keys: Tensor) -> Tensor:
-    """keys [KH, pages * 64, D] -> fp32 [KH, pages, 2, D], rounded to bf16; NaN where a key is not finite."""
-    paged = keys.float().view(len(keys), -1, PAGE_TOKENS, keys.shape[-1])
-    is_finite = paged.isfinite().all(2)
-    bounds = torch.stack((paged.amin(2), paged.amax(2)), dim=2).bfloat16().float()
-    return torch.where(is_finite.unsqueeze(2), bounds, torch.nan)
+@dataclass(frozen=True)
+class Sketch:
+    """means: fp32 [KH, pages, D], NaN where a key is not finite; scales: fp32 [KH, pages, 64, groups]; signs: 1 or -1
+    [KH, pages, 64, D]."""
+
+    means: Tensor
+    scales: Tensor
+    signs: Tensor
+
+
+def sketch_of(keys: Tensor) -> Sketch:
+    """keys fp32 [KH, pages * 64, D], rotated."""
+    paged = keys.view(len(keys), -1, PAGE_TOKENS, keys.shape[-1])
+    means = paged.mean(2)
+    means = (means + (means - means)).bfloat16().float()
+    beside = paged - means.unsqueeze(2)
+    signs = torch.where(beside < 0, -1.0, 1.0)
+    wanted = _grouped(beside.abs()).sum(-1) / _grouped(signs.abs()).sum(-1)
+    bits = wanted.nan_to_num(SCALE_LOW).clamp(SCALE_LOW, SCALE_HIGH).view(torch.int32) - SCALE_BIAS
+    nearest = (bits + (1 << (SCALE_SHIFT - 1))) >> SCALE_SHIFT
+    return Sketch(means, ((nearest << SCALE_SHIFT) + SCALE_BIAS).view(torch.float32), signs)
+
+
+def rotated_groups(x: Tensor) -> Tensor:
+    """fp32 [..., D], rotated as coded pages are. Of the last group there may be fewer features."""
+    whole = x.shape[-1] // GROUP * GROUP
+    parts = torch.tensor_split(x, [whole], dim=-1)
+    return torch.cat([kv_page.rotated(part, min(GROUP, part.shape[-1])) for part in parts if part.numel()], -1)
+
+
+def scores_of(q: Tensor, sketch: Sketch) -> Tensor:
+    """q fp32 [KH, G, D], scaled and rotated. Returns [KH, pages]: the sum of the heads' shares of attention, as if
+    there were these pages alone; NaN of a page with keys that are not finite."""
+    fours, signs = (_grouped(x).view(*x.shape[:-1], -1, GROUP // 4, 4) for x in (q, sketch.signs))
+    unit = fours.abs().sum(-1).amax((-1, -2)).clamp(min=LEAST_UNIT).unsqueeze(-1) / MOST_UNITS
+    sums = torch.einsum("hgknf,hptknf->hgptkn", fours, signs) / unit[..., None, None, None]
+    products, scales = sums.round().nan_to_num(0).sum(-1), sketch.scales.unsqueeze(1)
+    missed = NOISE / unit * _grouped(q).square().sum(-1)
+    beside = (products * scales + missed[:, :, None, None] * scales.square()).sum(-1)
+    center = torch.einsum("hgd,hpd->hgp", q, sketch.means)
+    logs = (beside * unit[..., None] + center.unsqueeze(-1)) * math.log2(math.e)
+    peaks = logs.amax(-1).nan_to_num(-math.inf).amax(-1).round()
+    # Powers of two as a float's bits have them: between whole ones a straight line.
+    bits = ((logs - peaks[..., None, None] + 127) * 2.0**23).clamp(min=0)
+    masses = bits.nan_to_num(0).int().view(torch.float32).sum(-1)
+    shares = masses / torch.where(center.isnan(), 0, masses).sum(-1, keepdim=True)
+    return torch.where(center.isnan(), torch.nan, shares).sum(1)
 
 
 def chosen_pages(q: Tensor, keys: Tensor, choice: PageChoice) -> Tensor:
-    """q [H, D] of one token; keys [KH, pages * 64, D]: all pages that are full. Returns the numbers of those that it
-    attends to, int64 [KH, count + 2], ascending: all but its own."""
-    KH, D = len(keys), q.shape[-1]
-    bounds = bounds_of(keys[:, PAGE_TOKENS:-PAGE_TOKENS])
-    heads = q.float().view(KH, -1, 1, D)
-    scores = torch.maximum(heads * bounds[:, None, :, 0], heads * bounds[:, None, :, 1]).sum((1, 3))
+    """q [H, D] of one token, scaled; keys [KH, pages * 64, D]: all pages that are full; both rotated. Returns the
+    numbers of those that it attends to, int64 [KH, count + 2], ascending: all but its own."""
+    KH = len(keys)
+    scores = scores_of(q.float().view(KH, -1, q.shape[-1]), sketch_of(keys[:, PAGE_TOKENS:-PAGE_TOKENS].float()))
     ranked = torch.where(scores.isnan(), torch.inf, scores).sort(dim=1, descending=True, stable=True).indices
     chosen = ranked[:, : choice.pages].sort(dim=1).values + 1
     last = keys.shape[1] // PAGE_TOKENS - 1
     return torch.cat((chosen.new_zeros(KH, 1), chosen, chosen.new_full((KH, 1), last)), dim=1)
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[..., D] -> [..., groups, 32], zeros behind the last feature."""
+    return functional.pad(x, (0, -x.shape[-1] % GROUP)).view(*x.shape[:-1], -1, GROUP)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from localllm.kernels import kv_page, reference
 from localllm.kernels.attention import attention
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
-from localllm.kernels.page_choice import PageChoice, chosen_pages
+from localllm.kernels.page_choice import PageChoice, chosen_pages, rotated_groups
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,11 @@ def _over_chosen(
     begins."""
     turned = q if kv.coded is None else kv_page.rotated(q).to(q.dtype)
     keys, values = _loaded(kv.dense, kv.pages[:-1], q) if kv.coded is None else _past(kv, q)
+    sought, sketched = (rotated_groups(x) if kv.coded is None else x for x in (turned, keys))
     KH, group, mixed = len(keys), q.shape[1] // len(keys), []
     for position, query in enumerate(turned, first):
         number, slots = position // PAGE_TOKENS, position % PAGE_TOKENS + 1
-        pages = chosen_pages(query, keys[:, : number * PAGE_TOKENS], choice)
+        pages = chosen_pages(sought[position - first] * scale, sketched[:, : number * PAGE_TOKENS], choice)
         own_keys, own_values = (x[:, :slots] for x in _loaded(kv.dense, [kv.own[number - past // PAGE_TOKENS]], q))
         for head in range(KH):
             rows = (pages[head, :, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=q.device)).flatten()

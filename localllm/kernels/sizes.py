@@ -24,23 +24,19 @@ GROUP = 32  # features of keys and values that share a scale, and that a rotatio
 MOST_LATENT_FEATURES = 2048  # for a CPU's kernels, which have what is computed of a task on a thread's stack
 LATENT_SCALES = 2  # of a token's latent, and of its key that rotates
 Coding = Literal["dense", "int8", "int4"]
-BOUND_PAGES, BOUND_BYTES = (
-    16,
-    2,
-)  # whose bounds lie side by side; of one of the two bounds of a feature, see `page_choice`
 FIXED_PAGES = 3  # that are attended to beside chosen ones: the first, the one before the own, the own
 CODE_BITS: dict[Coding, int] = {"int8": 8, "int4": 4}
 
 # Of each token, as the kernels read it: the addresses of its sequence's pages, that of the page with its own position
 # as it is read by that page's queries (dense), the bytes from one layer's part of that to the next's, and its position.
 TOKEN_WORDS = ("pages", "own_page", "own_stride", "position")
-# Of each token, where some choose the pages that they attend to: the bounds of its sequence's pages, 0 where it attends
-# to all; how many blocks of 16 pages those have; how many it chooses; and how many pages the tables of a key head have
-# before its own.
-CHOICE_WORDS = ("bounds", "blocks", "pages", "table")
-# Of each sequence that has such tokens: the addresses of its pages, their bounds and how many blocks those have, where
-# it says of each layer how many pages have bounds, and how many must have some now.
-BOUND_WORDS = ("pages", "bounds", "blocks", "made", "wanted")
+# Of each token, where some choose the pages that they attend to: the sketches of its sequence's pages, 0 where it
+# attends to all; for how many pages those have room; how many it chooses; and how many pages the tables of a key head
+# have before its own.
+CHOICE_WORDS = ("sketches", "room", "pages", "table")
+# Of each sequence that has such tokens: the addresses of its pages, their sketches and for how many pages those have
+# room, where it says of each layer how many pages have sketches, and how many must have some now.
+SKETCH_WORDS = ("pages", "sketches", "room", "made", "wanted")
 # Rows of a segment count from its first token, heads of a group first. part: the first of the task's rows in `parts`,
 # where other tasks have the other sections; -1 where it has them all.
 TASK_WORDS = ("first_token", "first_row", "rows", "first_section", "end_section", "part")
@@ -152,9 +148,36 @@ class KVShape:
         return self.head_dim % GROUP == 0 == self.latent_dim % GROUP
 
 
-def bound_bytes(shape: KVShape, pages: int) -> int:
-    """Return the bytes of the bounds of so many pages of one layer."""
-    return pages * shape.num_heads * shape.head_dim * 2 * BOUND_BYTES
+@dataclass(frozen=True)
+class SketchLayout:
+    """The sketch of a page's keys of one head, see `page_choice`: signs u8 [groups, 4, 64], of eight features each,
+    the first one's in the lowest bit, scales u8 [groups, 64], the mean bf16 [D]. The last group may have fewer features
+    than 32: there is room for so many signs."""
+
+    head_dim: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.head_dim // GROUP)
+
+    @property
+    def scales(self) -> int:
+        """Bytes in front of the scales."""
+        return self.groups * PAGE_TOKENS * GROUP // 8
+
+    @property
+    def mean(self) -> int:
+        """Bytes in front of the mean."""
+        return self.scales + self.groups * PAGE_TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        return self.mean + 2 * self.head_dim
+
+
+def sketch_bytes(shape: KVShape, pages: int) -> int:
+    """Return the bytes of the sketches of so many pages of one layer."""
+    return pages * shape.num_heads * SketchLayout(shape.head_dim).nbytes
 
 
 def attended_tokens(chosen_pages: int | None) -> int | None:

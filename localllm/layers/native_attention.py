@@ -221,15 +221,15 @@ def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenP
             choices += [(0, 0, 0, 0)] * (run.end - run.begin)
             continue
         kv, pages = run.segment.kv, run.choice.pages
-        bounds = kv.bounds(group)
-        choices.append((bounds.bounds.data_ptr(), bounds.blocks, pages, table))
+        sketches = kv.sketches(group)
+        choices.append((sketches.sketches.data_ptr(), sketches.pages, pages, table))
         table += pages + FIXED_PAGES
         wanted[kv] = max(wanted.get(kv, 0), run.number - 1)
-    sequences = [_bound_words(kv, group, count) for kv, count in wanted.items()]
+    sequences = [_sketch_words(kv, group, count) for kv, count in wanted.items()]
     return ChosenPages(choices, sequences, threads)
 
 
-def _bound_words(kv: KVStore, group: int, wanted: int) -> tuple[int, ...]:
-    bounds = kv.bounds(group)
+def _sketch_words(kv: KVStore, group: int, wanted: int) -> tuple[int, ...]:
+    sketches = kv.sketches(group)
     pages = kv.addresses(group, _HOST).data_ptr()
-    return pages, bounds.bounds.data_ptr(), bounds.blocks, bounds.made.data_ptr(), wanted
+    return pages, sketches.sketches.data_ptr(), sketches.pages, sketches.made.data_ptr(), wanted

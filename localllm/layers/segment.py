@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.kv_page import PageLayout
-from localllm.kernels.page_choice import PageBounds, PageChoice
+from localllm.kernels.page_choice import PageChoice, PageSketches
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.state_shapes import StatePlace
 from localllm.layers.low_rank import AppliedAdapter
@@ -129,8 +129,8 @@ class KVStore(Protocol):
     def choice(self) -> PageChoice | None:
         """Return by what tokens choose the pages that they attend to; None where they attend to all."""
 
-    def bounds(self, group: int) -> PageBounds:
-        """Return the bounds of a group's pages, by which tokens choose."""
+    def sketches(self, group: int) -> PageSketches:
+        """Return the sketches of a group's pages, by which tokens choose."""
 
     def runs(self, layer: int, past: int, num_tokens: int) -> Iterator[tuple[int, int, LayerPages]]:
         """Yield the pages that queries at the positions [past, past + num_tokens) write and read of a layer: how many

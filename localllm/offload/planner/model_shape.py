@@ -75,7 +75,7 @@ class ModelShape:
     state_bytes: int  # of a token that waits between two blocks while others pass
     logits_bytes: int  # of one token
     batch_rows: tuple[int, ...]  # how many tokens may be computed at once, the best first
-    bound_bytes_per_token: int = 0  # of these, what tokens choose by that do not attend to all before them
+    sketch_bytes_per_token: int = 0  # of these, what tokens choose by that do not attend to all before them
     chosen_tokens: int | None = None  # that a token of an answer attends to, at most; None: all
     kv_bytes_per_sequence: int = 0  # beside those of its tokens
     kv_layers: int = 1  # that have keys and values of all tokens
@@ -128,13 +128,13 @@ class ModelShape:
     @property
     def page_bytes_per_token(self) -> int:
         """Return the bytes of a token's keys and values alone."""
-        return self.kv_bytes_per_token - self.bound_bytes_per_token
+        return self.kv_bytes_per_token - self.sketch_bytes_per_token
 
     def attended_bytes(self, depth: int) -> int:
         """Return the bytes that a token of an answer reads of so many others."""
         if self.chosen_tokens is None or depth <= self.chosen_tokens:
             return depth * self.page_bytes_per_token
-        return self.chosen_tokens * self.page_bytes_per_token + depth * self.bound_bytes_per_token
+        return self.chosen_tokens * self.page_bytes_per_token + depth * self.sketch_bytes_per_token
 
     @property
     def lm_head(self) -> BlockShape:
