@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 from localllm.kernels import cpu_kv, cpu_math
@@ -132,7 +130,7 @@ class PageScores:
         self.missed = k.stack(F32, HEADS * groups)  # [heads, groups]: of the square of a scale
         self.queries = k.stack(F32V, head_dim)  # [features, heads], times log2(e)
         self.factors = k.stack(F32V)  # from the tables' units to the bits of a power of two
-        self.unit = k.stack(F32V)  # of each head's masses: the power
+        self.unit, self.total = k.stack(F32V), k.stack(F32V)  # of each head's masses: the power, and how many there are
         self.nibbles = k.stack(I32V, groups * _NIBBLES)  # [groups, nibbles, 64 tokens]
         self.scales = k.stack(F32V, groups * _VECTORS)  # [groups, 4, every fourth token]
         self.starts = k.stack(F32V, _VECTORS)  # what takes away by what all tables have been made larger
@@ -156,7 +154,8 @@ class PageScores:
         for place, size in ((self.queries, D), (self.partial, HEADS)):
             with k.range(k.i64(0), k.i64(size)) as row:
                 place.at(row * 64).store(k.f32v(0), 64)
-        self.factors.store(k.f32v(0), 64)
+        for place in (self.factors, self.total):
+            place.store(k.f32v(0), 64)
         self.unit.store(k.f32v(_NOTHING), 64)
         own = k.stack(F32V, D // LANES)
         with k.range(k.i64(0), count) as head:
@@ -211,9 +210,12 @@ class PageScores:
         rows = [self.partial.at(64 * head).load(F32V, 64) for head in range(HEADS)]
         mass = cpu_math.totals(k, rows)
         masses.store(is_finite.choose(mass, k.f32v(math.nan)), 64)
-        masses.at(4 * HEADS).store(is_finite.choose(unit, k.f32v(_NOTHING)), 64)
+        masses.at(4 * HEADS).store(unit, 64)
         above = (mass.convert("bitcast", I32V) >> 23).convert("sitofp", F32V) - _EXPONENT
-        self.unit.store(unit + is_finite.choose(k.larger(above, k.f32v(0)), k.f32v(0)), 64)
+        next_unit = unit + k.larger(is_finite.choose(above, k.f32v(0)), k.f32v(0))
+        total = self.total.load(F32V, 64) + is_finite.choose(mass, k.f32v(0))
+        self.total.store(total * self._power_of(unit - next_unit), 64)
+        self.unit.store(next_unit, 64)
 
     def _center(self, mean: Value) -> Value:
         """Return the product of the page's mean with each head's query, times log2(e)."""
@@ -275,26 +277,15 @@ class PageScores:
         return [even & 0xFFFF, odd & 0xFFFF, even >> 16, odd >> 16]
 
     def _share_out(self, newest: Value, masses: Value, scores: Value, *, is_first: Value) -> None:
-        """Add the heads' shares to the scores. A page whose masses are NaN has no part in the others' shares."""
-        k = self.k
-        highest, whole = k.variable(k.f32v(_NOTHING)), k.variable(k.f32v(0))
-        with self._pages(newest, masses) as (_, _, exponents):
-            highest.set(k.larger(exponents, highest.get()))
-        with self._pages(newest, masses) as (_, mass, exponents):
-            part = mass * self._power_of(exponents - highest.get())
-            whole.add(part.compare("ord", 0.0).choose(part, k.f32v(0)))
+        """Add the heads' shares to the scores."""
+        k, unit, total = self.k, self.unit.load(F32V, 64), self.total.load(F32V, 64)
         # Behind the last head there is nothing.
-        inverse = whole.get().compare("ogt", 0.0).choose(k.f32v(1) / whole.get(), k.f32v(0))
-        with self._pages(newest, masses) as (page, mass, exponents):
-            score = cpu_math.total(k, mass * self._power_of(exponents - highest.get()) * inverse)
-            place = scores.at(page * 4)
-            place.store(score + is_first.choose(k.constant(F32, 0), place.load(F32)))
-
-    @contextmanager
-    def _pages(self, newest: Value, masses: Value) -> Iterator[tuple[Value, Value, Value]]:
-        with self.k.range(self.k.i64(1), newest) as page:
-            place = masses.at(page * MASS_BYTES)
-            yield page, place.load(F32V, 64), place.at(4 * HEADS).load(F32V, 64)
+        inverse = total.compare("ogt", 0.0).choose(k.f32v(1) / total, k.f32v(0))
+        with k.range(k.i64(1), newest) as page:
+            place, score = masses.at(page * MASS_BYTES), scores.at(page * 4)
+            weight = self._power_of(place.at(4 * HEADS).load(F32V, 64) - unit) * inverse
+            share = cpu_math.total(k, place.load(F32V, 64) * weight)
+            score.store(share + is_first.choose(k.constant(F32, 0), score.load(F32)))
 
     def _power_of(self, exponents: Value) -> Value:
         return _power(self.k, (exponents + _EXPONENT) * _MANTISSA)
