@@ -6,8 +6,8 @@ estimates every query's score with every key, and so the share of its attention 
 a key head choose together, by the sum of their shares, so that a page is read once for all of them. The pages with the
 largest sums are attended to, beside those three.
 
-SmolLM2 135M with 8 of 29 pages finds 78 % of the facts that stand in 2,048 tokens so, and 81 % with all pages. By
-bounds of the features (Quest, arXiv:2406.10774), a third of the bytes, it finds 31 %.
+Of the facts in 2,048 tokens, SmolLM2 135M finds 43 % with eight pages, and 78 % with all. By bounds of the features
+(Quest, arXiv:2406.10774), a third of the bytes, it finds 7 % with eight.
 """
 
 from __future__ import annotations
