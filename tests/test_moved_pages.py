@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from localllm.kernels.kv_page import load, rotated
 from localllm.models.families import parse_config
 from localllm.models.load import load_decoder
 from localllm.quant.recipe import recipe
+from localllm.settings import EngineConfig
 from tests.kv_support import check_pages, check_prefix
 from tests.test_prefix_cache import COMMON, CTX, SHAPE, VOCAB, computed, engine, greedy, tokens
 from tests.thinning import examples
@@ -40,6 +43,8 @@ A, B, C = tokens(150, seed=1), tokens(160, seed=2), tokens(130, seed=3)
 HEAD, QUESTION = tokens(30, seed=8), tokens(5, seed=9)
 EARLIER = [*tokens(37, seed=7), *A, *B, *C, 5]
 PROMPT = [*HEAD, *C, *A, *B, *QUESTION]
+DOCUMENTS = [tokens(length, seed=20 + length) for length in (141, 150, 163, 192)]
+LONG = [*HEAD, *itertools.chain(*(DOCUMENTS[n] for n in (2, 0, 3, 1))), *QUESTION]
 
 
 def ask(of: Engine, prompt: Sequence[int], reuse: Any = "chunks") -> tuple[tuple[tuple[int, float], ...], int]:
@@ -309,7 +314,44 @@ def test_beams_go_on_behind_documents():
     assert ask(of, PROMPT, "prefix")[0] == computed("int8", tuple(PROMPT))
 
 
-DOCUMENTS = [tokens(length, seed=20 + length) for length in (141, 150, 163, 192)]
+@cache
+def behind_documents(attend: str, offload: str) -> tuple[Any, Any, int]:
+    """What tiny says behind documents that were moved, and exactly, after such a prompt was given up halfway; and the
+    bytes that were read from where pages rest."""
+    config = EngineConfig(ctx=1024, weights="int8", speculate="off", attend=attend, kv_offload=offload)
+    with closing(Engine.load("tiny", config, reuse=KVReuse(ram_bytes=64 << 20))) as of:
+        ask(of, [*tokens(37, seed=7), *itertools.chain(*DOCUMENTS)], "prefix")
+        usual = of.scheduler.limits
+        of.scheduler.limits = replace(usual, chunk_tokens=100)
+        request_id = of.submit(Request(tuple(LONG), greedy(), reuse="chunks"))
+        while not (running := of.scheduler.running) or running[0].kv is None or running[0].kv.length < 500:
+            of.step()
+        assert running[0].kv.moved and running[0].kv.length < len(LONG)
+        of.abort(request_id)
+        of.step()
+        pages = of.residency.kv_pages
+        assert not pages.sequences and not any(store.nbytes for store in pages.stores.values())
+        of.scheduler.limits = usual
+        near, moved = ask(of, LONG)
+        assert moved >= 128 and not pages.sequences and not any(store.nbytes for store in pages.stores.values())
+        return near, ask(of, LONG, "prefix"), of.residency.stream_clock.bytes_read
+
+
+@pytest.mark.parametrize("attend", ["all", "top:2"])
+def test_where_pages_rest_changes_no_token_behind_documents_nor_of_an_exact_prompt_after_them(attend):
+    config = EngineConfig(ctx=1024, weights="int8", speculate="off", attend=attend)
+    with closing(Engine.load("tiny", config, reuse=KVReuse(ram_bytes=64 << 20))) as of:
+        right = ask(of, LONG, "prefix")
+    near, exact, _ = behind_documents(attend, "off")
+    assert near != right[0] and exact == right
+    *found, read_bytes = behind_documents(attend, "keep:256")
+    assert found == [near, exact] and read_bytes > 0
+
+
+def test_what_chooses_pages_behind_documents_begins_as_what_attends_to_all():
+    """A prompt attends to all of its pages, moved ones too."""
+    (whole, *_), (chosen, *_) = (behind_documents(attend, "off") for attend in ("all", "top:2"))
+    assert whole[0] == chosen[0] and whole != chosen
 
 
 class Questions(RuleBasedStateMachine):
