@@ -283,7 +283,7 @@ class EngineConfig:
         "all|top:N",
         "What the tokens of an answer attend to. all: everything before them. top:N: the first page of 64 tokens, the "
         "last two, and in each layer the N others whose keys promise most; faster behind long prompts, at some loss. "
-        "On a CPU only. Prompts attend to everything, and layers with a sliding window to all of it. Default: all.",
+        "Prompts attend to everything, and layers with a sliding window to all of it. Default: all.",
         group=MACHINE,
     )  # fmt: skip
     kv_evict: str = setting(

@@ -51,6 +51,7 @@ from localllm.kernels.gpu.attention import (
     PREFILL_ROWS,
     WARP_GROUPS,
     AttentionHistory,
+    ChosenTables,
     attend,
     block_rows,
 )
@@ -77,6 +78,7 @@ from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import KernelLaunch, is_interpreted
 from localllm.kernels.gpu.layer_norm import layer_norm
+from localllm.kernels.gpu.page_choice import Choices, choose, new_chosen
 from localllm.kernels.gpu.page_masses import Watched, watch
 from localllm.kernels.gpu.product import FEW_ROWS, Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -266,6 +268,17 @@ def attention(
         options = {"scale": D**-0.5, "window": heads.window, "softcap": heads.softcap, "gate": gate, "sinks": sinks}
         for out in outs:
             yield from attend(q, out, tables, history, parts, dense, coded, 3, **options, rows=min(block, most_rows))
+        if heads.chooses:
+            words = _empty((rows, 4), torch.int64)
+            choices, chosen = (
+                Choices(_empty((rows,), torch.int32), words, words, 64),
+                ChosenTables(words, new_chosen(rows, KH, 64)),
+            )
+            yield from choose(q, chosen.tables, tables, history, choices, dense, coded, 3, scale=D**-0.5)
+            at_once = min(block, most_rows)
+            yield from attend(
+                q, outs[0], tables, history, parts, dense, coded, 3, **options, rows=at_once, chosen=chosen
+            )
         if heads.watches:
             watched = Watched(_empty((16, 4), torch.int32), _empty((16, 2), torch.int64))
             own, scoring = parts if sections > 1 else None, {"scale": D**-0.5, "softcap": heads.softcap, "sinks": sinks}
@@ -382,7 +395,13 @@ OTHER_HEADS = (
     Heads(head_dim=256, heads=16, kv_heads=2, has_norms=True, has_gate=True, rotary=0.25),
     Heads(heads=16, kv_heads=4, has_norms=True, gates_heads=True),
 )
-WATCHING = (Heads(watches=True), Heads("dense", "dense", 64, 14, 2, softcap=5.0, has_sinks=True, watches=True))
+# Where tokens choose their pages, or what pages get is summed up.
+CHOOSING = (
+    Heads(watches=True, chooses=True),
+    Heads("int8", "int4", heads=16, kv_heads=4, chooses=True),
+    Heads("int4", "int4", chooses=True),
+    Heads("dense", "dense", 80, 14, 2, softcap=5.0, has_sinks=True, watches=True, chooses=True),
+)
 OTHER_RWKV7S = (Rwkv7Shape(16, 128), Rwkv7Shape(3, 48), Rwkv7Shape(4, 256))
 OTHER_MAMBAS = ((MAMBAS[1], True, False), (Mamba2Shape(80, 64, 1, 128), False), (Mamba2Shape(2, 16, 1, 16, 2),))
 OTHER_DELTAS = (
@@ -426,7 +445,7 @@ def launches_of_steps(*, is_brief: bool = False) -> Iterator[KernelLaunch]:
         yield from rwkv7s(time_mix)
     for heads in map(partial(Heads, dtype=torch.float32), *zip(*(BRIEF_FORMATS if is_brief else FORMATS), strict=True)):
         yield from attention(heads, is_step=True)
-    for heads in WATCHING[:1] if is_brief else (*OTHER_HEADS, *WATCHING):
+    for heads in CHOOSING[:1] if is_brief else (*OTHER_HEADS, *CHOOSING):
         yield from attention(replace(heads, dtype=torch.float32), is_step=True)
     for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
         yield from latents(replace(each, dtype=torch.float32), is_step=True)
@@ -459,7 +478,7 @@ def launches_of_all(capability: int, *, is_brief: bool = False) -> Iterator[Kern
         yield from rwkv7s(time_mix)
     for keys, values in BRIEF_FORMATS if is_brief else FORMATS:
         yield from attending(Heads(keys, values), groups=GROUPS[:1] if is_brief else (*GROUPS, None))
-    for heads in WATCHING[:1] if is_brief else (*OTHER_HEADS, *WATCHING):
+    for heads in CHOOSING[:1] if is_brief else (*OTHER_HEADS, *CHOOSING):
         yield from attending(heads)
     for each in (LatentHeads(), *(() if is_brief else OTHER_LATENTS)):
         yield from latents(each)

@@ -67,7 +67,7 @@ def random_target(
     weights = recipe(choose_recipe(config.weights, shape.config, (), named))
     kv = wanted_format(config.kv, config.dtype, config.weights)
     require_memory(shape, weights, kv, dtype, device, workload.kv_tokens)
-    note_device(device, [scope_of(shape.config, weights, kv, dtype)], watcher.measuring, watcher.noting)
+    note_device(device, [scope_of(shape.config, weights, kv, dtype, config)], watcher.measuring, watcher.noting)
     blocks = RandomBlocks(weights)
     decoder = load_decoder(blocks, shape.config, weights, dtype=dtype, device=device, progress=watcher.reading)
     tokenizer = word_tokenizer(shape.config.vocab_size)

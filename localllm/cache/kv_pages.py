@@ -138,7 +138,7 @@ class KVPages:
         if self.chosen_pages is None or pages <= self.chosen_pages + FIXED_PAGES:
             return {}
         whole = [(index, group) for index, group in enumerate(self.groups) if group.window is None and group.layers]
-        return {index: PageSketches(len(group.layers), group.shape, pages) for index, group in whole}
+        return {index: PageSketches(group.homes, group.shape, pages) for index, group in whole}
 
     def move(self, devices: Sequence[torch.device], state_devices: Sequence[torch.device] = ()) -> None:
         """devices, state_devices: of each layer with keys and values, and with a state. Where there is no memory,

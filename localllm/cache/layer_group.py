@@ -58,6 +58,11 @@ class LayerGroup:
         return self.coded or self.dense
 
     @property
+    def homes(self) -> list[torch.device]:
+        """The device of each layer."""
+        return [device for device, _ in self.sealed.rows]
+
+    @property
     def pools(self) -> tuple[PagePool, ...]:
         return (self.dense, self.scratch) if self.coded is None else (self.dense, self.coded, self.scratch)
 

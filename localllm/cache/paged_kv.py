@@ -121,6 +121,11 @@ class PagedKV:
             return None
         return PageChoice(self.pages.chosen_pages, self.attend_from)
 
+    @property
+    def chosen_pages(self) -> int:
+        """Return how many pages a token chooses where it does not attend to all; 0 where each attends to all."""
+        return self.pages.chosen_pages or 0
+
     def sketches(self, index: int) -> PageSketches:
         """Return the sketches of a group's pages, by which tokens choose."""
         return self._sketches[index]
@@ -497,6 +502,8 @@ class PagedKV:
             self._addresses[index][device][number] = part.data_ptr()
 
     def readdress(self) -> None:
+        for index, sketches in self._sketches.items():
+            sketches.move(self.pages.groups[index].homes)
         for index, table in enumerate(self.tables):
             devices = self.pages.groups[index].sealed.devices
             self._addresses[index] = {device: torch.zeros(len(table), dtype=torch.int64) for device in devices}

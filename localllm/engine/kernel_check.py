@@ -49,7 +49,8 @@ def scope_of(
 ) -> CheckScope:
     """Return what of the kernels a model uses. kv: as the setting; dtype: of its activations; wanted: what else is set
     for it."""
-    eviction = None if wanted is None else Eviction.of(wanted.kv_evict)
+    wanted = wanted or EngineConfig()
+    eviction, chooses = Eviction.of(wanted.kv_evict), wanted.chosen_pages is not None
     forms = dict.fromkeys(form.weights for form in recipe.formats if form.weights is not None)
     kv_format = choose_format(kv, config.kv_shapes, dtype.itemsize)
     attention = [
@@ -68,6 +69,7 @@ def scope_of(
             "has_sinks": each.has_sinks,
             "has_growth": each.growth is not None,
             "watches": each.window is None and eviction is not None and eviction.kind == "heavy",
+            "chooses": each.window is None and chooses,
             "rotary": each.rotary_dim / each.head_dim,
             "dtype": str(dtype).removeprefix("torch."),
         }

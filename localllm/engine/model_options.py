@@ -44,9 +44,11 @@ def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str
     """Return the same of a device. to_cpu: the flag by which a CPU computes."""
     if device == "cpu":
         return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
-    reasons = {
-        "attend": "a GPU's kernels attend to all pages; those of a CPU choose",
-    }
+    offloads = wanted.kv_offload != EngineConfig.kv_offload
+    why = (
+        "with --kv-offload all pages are sent over the link to a GPU, chosen or not, and a CPU reads those chosen alone"
+    )
+    reasons = {"attend": why if offloads else ""}
     return _idle(wanted, reasons, f"on {device}", [to_cpu])
 
 

@@ -13,6 +13,7 @@ Of the facts in 2,048 tokens, SmolLM2 135M finds 43 % with eight pages, and 78 %
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +47,32 @@ class PageChoice:
 
 
 class PageSketches:
-    """The sketches of a sequence's pages in all layers of a group: uint8 [layers, KH, pages, bytes], see
-    `SketchLayout`. Room for them is not touched before they are made."""
+    """The sketches of a sequence's pages in all layers of a group, on the device of each. On the host, room for them is
+    not touched before they are made."""
 
-    def __init__(self, layers: int, shape: KVShape, pages: int) -> None:
+    def __init__(self, devices: Sequence[torch.device], shape: KVShape, pages: int) -> None:
+        """devices: of each layer."""
         self.pages = -(-pages // ROOM_PAGES) * ROOM_PAGES
-        sizes = layers, shape.num_heads, self.pages, SketchLayout(shape.head_dim).nbytes
-        self.sketches = torch.zeros(sizes, dtype=torch.uint8)
-        self.made = torch.zeros(layers, dtype=torch.int64)  # of each layer, pages from the first on
-        self.nbytes = layers * sketch_bytes(shape, self.pages)
+        self._sizes = shape.num_heads, self.pages, SketchLayout(shape.head_dim).nbytes
+        self.made = torch.zeros(len(devices), dtype=torch.int64)  # of each layer, pages from the first on
+        self.nbytes = len(devices) * sketch_bytes(shape, self.pages)
+        self._devices = tuple(devices)
+        self._sketches = {device: self._new(device) for device in dict.fromkeys(devices)}
+
+    def _new(self, device: torch.device) -> Tensor:
+        return torch.zeros((self._devices.count(device), *self._sizes), dtype=torch.uint8, device=device)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return those of the layers on a device: uint8 [layers, KH, pages, bytes], see `SketchLayout`. Raises what
+        torch does where layers have come there and it has no memory."""
+        if device not in self._sketches:
+            self._sketches[device] = self._new(device)
+        return self._sketches[device]
+
+    def move(self, devices: Sequence[torch.device]) -> None:
+        """Forget all: layers have moved."""
+        self._devices, self._sketches = tuple(devices), {}
+        self.made.zero_()
 
     def trim(self, pages: int) -> None:
         """Forget what was made of pages from this number on."""

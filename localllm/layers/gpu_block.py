@@ -15,11 +15,12 @@ from torch import Tensor
 
 from localllm.kernels.gpu import activations, delta, mamba2, product, short_conv
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import attend, block_rows
+from localllm.kernels.gpu.attention import ChosenTables, attend, block_rows
 from localllm.kernels.gpu.attention_merge import can_code, new_parts
 from localllm.kernels.gpu.latent_attention import attend_latents, new_queries
 from localllm.kernels.gpu.latent_store import latent_store
 from localllm.kernels.gpu.launch import run_all
+from localllm.kernels.gpu.page_choice import choose, new_chosen
 from localllm.kernels.gpu.page_masses import watch
 from localllm.kernels.gpu.product_end import Gate
 from localllm.kernels.gpu.rope import Rope, rope_store
@@ -316,9 +317,14 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
     )
     q, mixed = torch.empty((M, H, D), device=qkv.device), room_for(body.o_proj, M, H, D, forward)
     rope_store(qkv.view(M, H + 2 * KH, D), q, tokens, rope, tables.dense, tables.coded, row).run()
-    attended, parts = tables.attended[group], new_parts(tables.shape.sections, M, H, D, qkv.device)
+    attended, chosen, sections = tables.attended[group], None, tables.shape.sections
     layouts: dict[str, Any] = {"dense": tables.dense, "coded": tables.coded, "layer": row}
     scoring: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": body.sinks}
+    if tables.choices and config.window is None:
+        sections, choices = tables.shape.chosen_sections, tables.choices[group]
+        chosen = ChosenTables(choices.rows, new_chosen(M, KH, choices.pages, qkv.device))
+        run_all(choose(q, chosen.tables, tokens, history, choices, **layouts, scale=config.scale))
+    parts = new_parts(sections, M, H, D, qkv.device)
     launches = attend(
         q,
         mixed,
@@ -330,6 +336,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
         window=config.window,
         rows=block_rows(H // KH, is_prefill=M > product.FEW_ROWS),
         gate=gate if config.gate_features else None,
+        chosen=chosen,
     )
     run_all(launches)
     if tables.watched is not None and config.window is None:

@@ -7,7 +7,7 @@ shape: so a graph of launches can be replayed over it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gpu.attention import AttentionHistory, block_rows, tasks_of
+from localllm.kernels.gpu.page_choice import Choices
 from localllm.kernels.gpu.page_masses import Watched
 from localllm.kernels.gpu.product import FEW_ROWS
 from localllm.kernels.gpu.recurrence import SegmentTables
 from localllm.kernels.gpu.rope import TokenTables
 from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout, pages_of
+from localllm.kernels.page_choice import FIXED_PAGES, PageSketches
 from localllm.kernels.page_locked import copy_event, page_locked
 from localllm.kernels.state_shapes import REPLAYED_ROWS, STATE_WORDS
 from localllm.layers.batch import Batch, Draw
@@ -36,12 +38,16 @@ _LEAST_PAGES, _MORE_PAGES = 4, 2
 _LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 
 
+Groups = Mapping[int, Sequence[int]]  # of layers that are on a device: of which rows may choose, by their number there
+
+
 @dataclass(frozen=True)
 class TableShape:
     """rows, of which the last ones may be nobody's; tables: of pages; pages: of the longest of them; groups: of layers;
     frequencies: for each RoPE that depends on the length of a sequence, how many it has. sequences: that have recurrent
     states on the device, at most; 0 where no layer there has any. watched: rows whose attention is summed up, at
-    most."""
+    most. chosen: pages that a row chooses; 0 where none does. choosers: rows that choose, at most. all_choose: every
+    row does."""
 
     rows: int
     tables: int
@@ -51,6 +57,9 @@ class TableShape:
     frequencies: tuple[int, ...] = ()
     sequences: int = 0
     watched: int = 0
+    chosen: int = 0
+    choosers: int = 0
+    all_choose: bool = False
 
     @property
     def snapshots(self) -> int:
@@ -61,6 +70,12 @@ class TableShape:
     @property
     def sections(self) -> int:
         return self.pages if self.rows <= FEW_ROWS else 1
+
+    @property
+    def chosen_sections(self) -> int:
+        """As `sections`, of layers in which rows choose."""
+        is_short = self.rows <= FEW_ROWS and self.all_choose
+        return min(self.sections, self.chosen + FIXED_PAGES) if is_short else self.sections
 
     @property
     def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -87,7 +102,13 @@ class TableShape:
             "watched": (torch.int32, (self.watched, 4)),
             "sums": (torch.int64, (self.watched, 2)),
         }
-        return {**fields, **ropes, **(states if self.sequences else {}), **(watched if self.watched else {})}
+        choices: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "choosers": (torch.int32, (self.choosers,)),
+            "choices": (torch.int64, (self.groups, self.rows, 4)),
+            "sketches": (torch.int64, (self.groups, self.tables, 4)),
+        }
+        parts = (self.sequences, states), (self.watched, watched), (self.chosen, choices)
+        return {**fields, **ropes, **{name: field for has, part in parts if has for name, field in part.items()}}
 
     @property
     def num_bytes(self) -> int:
@@ -164,6 +185,7 @@ class GpuTables:
         self.views = shape.views(self._memory)
         self._spilled: dict[int, list[int]] = {}  # of each group and table: pages that rest elsewhere
         self._bases: dict[int, int] = {}  # that are in their addresses
+        self._made: list[tuple[PageSketches, Sequence[int], int]] = []  # layers that will have them, of so many pages
 
     @cached_property
     def tokens(self) -> tuple[TokenTables, ...]:
@@ -186,6 +208,13 @@ class GpuTables:
         return Watched(self.views["watched"], self.views["sums"]) if self.shape.watched else None
 
     @cached_property
+    def choices(self) -> tuple[Choices, ...]:
+        """What rows choose among in each group of layers; empty where none chooses."""
+        v = self.views
+        groups = range(self.shape.groups if self.shape.chosen else 0)
+        return tuple(Choices(v["choosers"], v["choices"][g], v["sketches"][g], self.shape.chosen) for g in groups)
+
+    @cached_property
     def histories(self) -> tuple[AttentionHistory, ...]:
         v = self.views
         return tuple(AttentionHistory(v["tasks"], v["pages"][g]) for g in range(self.shape.groups))
@@ -200,7 +229,7 @@ class GpuTables:
             return self.views[f"frequencies{rotation}"]
         return batch.rotaries[rotation].frequencies(batch.segments)
 
-    def fill(self, batch: Batch, groups: Sequence[int], task_tokens: int, draws: Sequence[Draw] = ()) -> None:
+    def fill(self, batch: Batch, groups: Groups, task_tokens: int, draws: Sequence[Draw] = ()) -> None:
         """groups: those that have layers on the device. task_tokens: the most of a task. draws: how a token is to be
         drawn from each row's logits, if any is. A copy is begun. Waits for no copy but that of as many forwards before
         as there are stages."""
@@ -213,11 +242,7 @@ class GpuTables:
         words["positions"][:T] = batch.positions.numpy()
         words["positions"][T:] = words["places"][:, T:] = -1
         runs = list(_page_runs(batch.segments))
-        tasks = [
-            task
-            for table, run in enumerate(runs)
-            for task in tasks_of(table, run.first_row, run.begin, run.end - run.begin, task_tokens)
-        ]
+        tasks = [task for table, run in enumerate(runs) for task in run.tasks(table, task_tokens)]
         words["tasks"][len(tasks) :] = 0
         words["tasks"][: len(tasks)] = tasks
         for table, run in enumerate(runs):
@@ -225,6 +250,15 @@ class GpuTables:
                 self._place(words, table, run, group)
         if self.shape.watched:
             self._place_watched(words, runs)
+        self._made.clear()
+        if self.shape.chosen:
+            words["choices"][:] = words["sketches"][:] = 0
+            choosers = [row for run in runs for row in range(run.first_row + run.num_whole, run.first_row + len(run))]
+            words["choosers"][: len(choosers)], words["choosers"][len(choosers) :] = choosers, -1
+            for table, run in enumerate(runs):
+                for group, rows in groups.items():
+                    if rows and run.chooses:
+                        self._place_choice(words, table, run, group, rows)
         for index, draw in enumerate(draws):
             words["keys"][index] = draw.key
             words["temperatures"][index] = draw.temperature
@@ -259,6 +293,25 @@ class GpuTables:
             own, stride = kv.own_page(group, number, self.device)
             words["own"][group, rows], words["own_stride"][group, rows] = own, stride
             words["coded"][group, rows] = addresses[number - left] if self.coded is not None and number else 0
+
+    def _place_choice(
+        self, words: dict[str, numpy.ndarray], table: int, run: _PageRun, group: int, rows: Sequence[int]
+    ) -> None:
+        """Write among which pages the rows of a run choose. rows: of the layers that do, in the group."""
+        sketches, own = run.segment.kv.sketches(group), slice(run.first_row + run.num_whole, run.first_row + len(run))
+        room = sketches.on(self.device).data_ptr(), sketches.pages
+        positions = numpy.arange(run.begin + run.num_whole, run.end)
+        words["places"][group, own] = (self.shape.chosen + FIXED_PAGES - 1) * PAGE_TOKENS + positions % PAGE_TOKENS
+        words["choices"][group, own] = *room, table, 0
+        wanted, made = (run.end - 1) // PAGE_TOKENS - 1, sketches.made[list(rows)]
+        words["sketches"][group, table] = *room, max(1, int(made.min())), wanted
+        self._made.append((sketches, rows, wanted))
+
+    def mark_made(self) -> None:
+        """Remember that all has been launched that makes sketches."""
+        for sketches, rows, wanted in self._made:
+            sketches.made[list(rows)] = sketches.made[list(rows)].clamp(min=wanted)
+        self._made.clear()
 
     def _place_watched(self, words: dict[str, numpy.ndarray], runs: Sequence[_PageRun]) -> None:
         """Write which rows' attention is summed up, and where to."""
@@ -301,9 +354,28 @@ class _PageRun:
     begin: int
     end: int
 
+    def __len__(self) -> int:
+        return self.end - self.begin
+
     @property
     def first_row(self) -> int:
         return self.segment.begin + self.begin - self.segment.past
+
+    @property
+    def num_whole(self) -> int:
+        """The first tokens, which attend to all pages."""
+        choice = self.segment.kv.choice
+        return len(self) if choice is None else max(0, min(len(self), choice.first_position - self.begin))
+
+    @property
+    def chooses(self) -> bool:
+        return self.num_whole < len(self)
+
+    def tasks(self, table: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the tasks of at most so many tokens; one that chooses its pages is one by itself."""
+        yield from tasks_of(table, self.first_row, self.begin, self.num_whole, tokens)
+        for row in range(self.first_row + self.num_whole, self.first_row + len(self)):
+            yield row, 1, table, row
 
 
 def _page_runs(segments: Sequence[Segment]) -> Iterator[_PageRun]:
@@ -317,30 +389,45 @@ def _page_runs(segments: Sequence[Segment]) -> Iterator[_PageRun]:
         yield _PageRun(segment, begin, end)
 
 
-def seen_pages(batch: Batch, groups: Sequence[int], device: torch.device) -> int:
+def seen_pages(batch: Batch, groups: Iterable[int], device: torch.device) -> int:
     """Return the pages that tables need for what the batch sees, of these groups on the device."""
     lasts = [(each.kv, (each.past + each.end - each.begin - 1) // PAGE_TOKENS) for each in batch.segments]
     return max((kv.view(group, last, device)[1] + 1 for kv, last in lasts for group in groups), default=1)
 
 
 def table_shape(
-    batch: Batch, rows: int, pages: int, groups: int, task_tokens: int, *, keeps_states: bool = False
+    batch: Batch,
+    rows: int,
+    pages: int,
+    groups: int,
+    task_tokens: int,
+    *,
+    keeps_states: bool = False,
+    chooses: bool = False,
 ) -> TableShape:
     """Return the shape of tables for this batch in so many rows, and for others whose sequences have at most so many
     pages: it serves any batch that has no more rows, of one segment where this one has one. keeps_states: layers on the
-    device do, of as many sequences as this batch has, or a few more."""
+    device do, of as many sequences as this batch has, or a few more. chooses: rows may choose their pages."""
     frequencies = tuple(
         rotary.rotary_dim // 2 if rotary.depends_on_length else 0 for rotary in batch.rotaries
     )  # fmt: skip
     count = rows if rows <= FEW_ROWS else 1 << (len(batch.segments) - 1).bit_length()
     sequences = count if keeps_states else 0
-    watched = _most_watched(batch, rows)
+    chosen = batch.segments[0].kv.chosen_pages if chooses else 0
+    all_choose = chooses and all(each.all_choose for each in batch.segments)
+    choosers = rows if rows <= FEW_ROWS else 1 << max(0, _num_choosers(batch) - 1).bit_length()
+    choice = chosen, choosers if chooses else 0, all_choose
+    ends = frequencies, sequences, _most_watched(batch, rows), *choice
     if rows <= FEW_ROWS or len(batch.segments) > 1:  # a task has a row at least
-        return TableShape(rows, rows, rows, pages, groups, frequencies, sequences, watched)
+        return TableShape(rows, rows, rows, pages, groups, *ends)
     # A task ends with its page, too.
     most_pages = rows // PAGE_TOKENS + 2
     tables, tasks = most_pages if batch.segments[0].kv.evicts else 1, rows // task_tokens + most_pages
-    return TableShape(rows, tables, tasks, pages, groups, frequencies, sequences, watched)
+    return TableShape(rows, tables, rows if chosen else tasks, pages, groups, *ends)
+
+
+def _num_choosers(batch: Batch) -> int:
+    return sum(len(run) - run.num_whole for run in _page_runs(batch.segments))
 
 
 def _most_watched(batch: Batch, rows: int) -> int:

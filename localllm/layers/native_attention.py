@@ -222,7 +222,7 @@ def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenP
             continue
         kv, pages = run.segment.kv, run.choice.pages
         sketches = kv.sketches(group)
-        choices.append((sketches.sketches.data_ptr(), sketches.pages, pages, table))
+        choices.append((sketches.on(_HOST).data_ptr(), sketches.pages, pages, table))
         table += pages + FIXED_PAGES
         wanted[kv] = max(wanted.get(kv, 0), run.number - 1)
     sequences = [_sketch_words(kv, group, count) for kv, count in wanted.items()]
@@ -232,4 +232,4 @@ def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenP
 def _sketch_words(kv: KVStore, group: int, wanted: int) -> tuple[int, ...]:
     sketches = kv.sketches(group)
     pages = kv.addresses(group, _HOST).data_ptr()
-    return pages, sketches.sketches.data_ptr(), sketches.pages, sketches.made.data_ptr(), wanted
+    return pages, sketches.on(_HOST).data_ptr(), sketches.pages, sketches.made.data_ptr(), wanted

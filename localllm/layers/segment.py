@@ -129,6 +129,10 @@ class KVStore(Protocol):
     def choice(self) -> PageChoice | None:
         """Return by what tokens choose the pages that they attend to; None where they attend to all."""
 
+    @property
+    def chosen_pages(self) -> int:
+        """Return how many pages a token chooses where it does not attend to all; 0 where each attends to all."""
+
     def sketches(self, group: int) -> PageSketches:
         """Return the sketches of a group's pages, by which tokens choose."""
 

@@ -33,6 +33,7 @@ from localllm.layers.gpu_block import GpuForward, floats_of, multiply, run_block
 from localllm.layers.gpu_low_rank import AdapterTables
 from localllm.layers.gpu_tables import (
     GpuTables,
+    Groups,
     HostStage,
     TableShape,
     seen_pages,
@@ -119,14 +120,15 @@ class _ForwardRoom:
 class GpuProgram:
     """Logits as `Decoder.forward` has them. One forward at a time; the device is the decoder's."""
 
-    def __init__(self, decoder: Decoder, graphs: Graphs | None = None) -> None:
-        """graphs: of the model; without them nothing is captured."""
+    def __init__(self, decoder: Decoder, graphs: Graphs | None = None, *, chooses: bool = False) -> None:
+        """graphs: of the model; without them nothing is captured. chooses: launch also what chooses pages where no row
+        does."""
         self.decoder, self.device = decoder, decoder.device
         self._graphs, self.name_in_graphs = graphs or Graphs(self.device), object()
         self._captures = graphs is not None and graphs.captures
         self._on_host = page_locked((_COPIES, product.FEW_ROWS), torch.int64, self.device)
         self._long_stage = HostStage(self.device)
-        self._num_draws = 0
+        self._num_draws, self._chooses = 0, chooses
         self._joined_runs: tuple[Run, ...] | None = None
         self._adds: WeakKeyDictionary[Adapter, bool] = WeakKeyDictionary()
 
@@ -203,6 +205,7 @@ class GpuProgram:
         for index, run in enumerate(runs):
             with self._held(run), self._attended(run, room, len(batch)):
                 self._run(index, run, room, forward, draws=draws_now)
+        room.tables.mark_made()
         return room
 
     def _long(self, batch: Batch, rows: int, on_block: OnBlock | None) -> Tensor:
@@ -217,6 +220,7 @@ class GpuProgram:
             for block in map(ended_by, run.stages):
                 if on_block is not None and block is not None:
                     on_block(block, room.x[: len(batch)])
+        room.tables.mark_made()
         with self.decoder.stream.held(HEAD):
             wanted = room.x[moved(batch.logit_rows, self.device)]
             return torch.cat([self._head(part) for part in torch.split(wanted, _LOGIT_ROWS)])
@@ -321,6 +325,8 @@ class GpuProgram:
                         x.copy_(self._by_operators(block, x, forward))
                     if on_block is not None:
                         on_block(block, x)
+        for forward in forwards:
+            forward.tables.mark_made()
         with decoder.stream.held(HEAD):
             return self._logits_of(forwards, states)
 
@@ -348,7 +354,9 @@ class GpuProgram:
         shared = max((each.num_heads // each.kv_shape.num_heads for each in self.decoder.config.head_shapes), default=1)
         tokens = task_tokens(shared, rows)
         groups = 1 + max((group for group, _ in batch.segments[0].kv.places), default=0)
-        return table_shape(batch, rows, pages, groups, tokens, keeps_states=self._keeps_states), tokens
+        chooses = self._chooses or any(segment.chooses for segment in batch.segments)
+        options = {"keeps_states": self._keeps_states, "chooses": chooses}
+        return table_shape(batch, rows, pages, groups, tokens, **options), tokens
 
     # Stages
 
@@ -442,10 +450,20 @@ class GpuProgram:
         """Return the layers whose attention is ours."""
         return tuple(body.layer for body in self._mixers if isinstance(body, Attention | LatentAttention))
 
-    def _groups(self, batch: Batch) -> list[int]:
-        """Return the groups of layers of which we compute some."""
-        kv = batch.segments[0].kv
-        return sorted({kv.places[layer][0] for layer in self._layers if kv.homes[layer][0] == self.device})
+    def _groups(self, batch: Batch) -> Groups:
+        """Return the groups of layers of which we compute some, and those layers of each in which rows may choose their
+        pages."""
+        kv, groups = batch.segments[0].kv, dict[int, list[int]]()
+        for layer in self._layers:
+            if kv.homes[layer][0] == self.device:
+                group, number = kv.places[layer]
+                groups.setdefault(group, []).extend([number] if layer in self._unwindowed else [])
+        return groups
+
+    @cached_property
+    def _unwindowed(self) -> frozenset[int]:
+        mixers = [body for body in self._mixers if isinstance(body, Attention)]
+        return frozenset(body.layer for body in mixers if body.config.window is None)
 
     @cached_property
     def _keeps_states(self) -> bool:

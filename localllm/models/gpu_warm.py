@@ -42,11 +42,13 @@ def warm_up(decoder: Decoder, kv: KVStore) -> None:
     Raises what a kernel raises that this card does not take, and what an allocation raises.
     """
     kinds = {_kind(block): block for block in decoder.blocks if _is_launched(block, decoder.device, kv)}
-    step = GpuProgram(replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT))
-    for past, rows in (*((0, rows) for rows in _ROWS), (_FAR, 1)):
-        step.draw(_batch(decoder, kv, past, rows), [Draw(1, 1.0, 0.0)] * rows).tokens()
-    for rows in _MANY_ROWS:
-        step.logits([_batch(decoder, kv, _FAR, rows)])
+    reduced = replace(decoder, blocks=tuple(kinds.values()), stream=ALL_RESIDENT)
+    for chooses in (False, True) if kv.chosen_pages else (False,):
+        step = GpuProgram(reduced, chooses=chooses)
+        for past, rows in (*((0, rows) for rows in _ROWS), (_FAR, 1)):
+            step.draw(_batch(decoder, kv, past, rows), [Draw(1, 1.0, 0.0)] * rows).tokens()
+        for rows in _MANY_ROWS:
+            step.logits([_batch(decoder, kv, _FAR, rows)])
 
 
 def _is_launched(block: Block, device: torch.device, kv: KVStore) -> bool:

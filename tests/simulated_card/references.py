@@ -26,6 +26,7 @@ from localllm.kernels.gpu import (
     layer_norm,
     low_rank,
     mamba2,
+    page_choice,
     page_masses,
     product,
     rope,
@@ -36,9 +37,10 @@ from localllm.kernels.gpu import (
     short_conv,
 )
 from localllm.kernels.gpu.activations import Codes
-from localllm.kernels.gpu.attention import AttentionHistory
+from localllm.kernels.gpu.attention import AttentionHistory, ChosenTables
 from localllm.kernels.gpu.expert_record import ExpertTable, RecordMatrix
 from localllm.kernels.gpu.experts import Inner
+from localllm.kernels.gpu.page_choice import Choices
 from localllm.kernels.gpu.page_masses import Watched
 from localllm.kernels.gpu.product import Dispatch
 from localllm.kernels.gpu.product_end import Gate
@@ -49,6 +51,7 @@ from localllm.kernels.kv_page import PAGE_TOKENS, PageLayout
 from localllm.kernels.layer_state import LayerState, StateRows
 from localllm.kernels.mamba2_rule import Mamba2Weights
 from localllm.kernels.packed_matrix import PackedMatrix
+from localllm.kernels.page_choice import rotated_groups, scores_of, sketch_of
 from localllm.kernels.rwkv7 import TimeMixWeights
 from localllm.kernels.short_conv import ConvWeights
 from localllm.kernels.short_conv import convolve as convolve_by_reference
@@ -492,11 +495,18 @@ def _attend(
     rows: int = 0,
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
+    chosen: ChosenTables | None = None,
 ) -> None:
     all_mixed = out if isinstance(out, Tensor) else torch.zeros(out.q.shape)
     for first, count, segment, _ in history.tasks.tolist():
         positions = tokens.positions[first : first + count].tolist()
         if not positions or positions[-1] < 0:
+            continue
+        if chosen is not None and int(chosen.rows[first, 0]):
+            options = {"scale": scale, "softcap": softcap, "sinks": sinks}
+            mixed = _over_chosen(card, q[first], tokens, chosen, first, dense, coded, layer, **options)
+            mixed = mixed if gate is None else _gated_heads(mixed, gate[first : first + 1], len(q[0]))
+            all_mixed[first : first + 1] = mixed
             continue
         lowest = 0 if window is None else max(0, positions[0] - window + 1)
         own = int(tokens.own[first]) + layer * int(tokens.own_stride[first])
@@ -517,6 +527,31 @@ def _attend(
         all_mixed[first : first + count] = mixed
     if isinstance(out, Codes):
         _write_codes(all_mixed, out)
+
+
+def _over_chosen(
+    card: SimulatedCard,
+    q: Tensor,
+    tokens: TokenTables,
+    chosen: ChosenTables,
+    row: int,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    sinks: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """q [H, D] of one row: each key head has pages of its own. Returns [1, H * D]."""
+    KH, own = dense.num_kv_heads, int(tokens.own[row]) + layer * int(tokens.own_stride[row])
+    found = []
+    for head, (pages, queries) in enumerate(zip(chosen.tables[row].tolist(), q.double().chunk(KH), strict=True)):
+        seen = _seen(card, pages, own, 0, int(tokens.positions[row]), dense, coded, layer)
+        keys, values = (part[head : head + 1].double() for part in seen)
+        own_sinks = None if sinks is None else sinks.chunk(KH)[head]
+        found.append(reference.attention(queries.unsqueeze(0), keys, values, **options, sinks=own_sinks))
+    mixed = torch.cat(found, 1)
+    return (mixed.float() if coded is None else kv_page.rotated(mixed)).flatten(1)
 
 
 def _seen(
@@ -542,6 +577,35 @@ def _seen(
         parts.append((keys.float(), values.float()))
     keys, values = (torch.cat(some, 1)[:, : last + 1] for some in zip(*parts, strict=True))
     return keys, values
+
+
+def _choose(
+    card: SimulatedCard,
+    q: Tensor,
+    chosen: Tensor,
+    tokens: TokenTables,
+    history: AttentionHistory,
+    choices: Choices,
+    dense: PageLayout,
+    coded: PageLayout | None,
+    layer: int,
+    *,
+    scale: float,
+) -> None:
+    KH, D, layout = dense.num_kv_heads, q.shape[2], coded or dense
+    for row, (room, _, table, _) in enumerate(choices.rows.tolist()):
+        if not room:
+            continue
+        newest, pages = int(tokens.positions[row]) // PAGE_TOKENS - 1, history.tables[table]
+        parts = [card.bytes_at(at + layer * layout.layer_bytes, layout.layer_bytes) for at in pages[1:newest].tolist()]
+        keys, query = kv_page.load(layout, torch.stack(parts))[0].float(), q[row] * scale
+        if coded is None:
+            keys, query = map(rotated_groups, (keys, query))
+        scores = scores_of(query.view(KH, -1, D), sketch_of(keys))
+        ranked = torch.where(scores.isnan(), torch.inf, scores).sort(dim=1, descending=True, stable=True).indices
+        numbers = ranked[:, : choices.pages].sort(dim=1).values + 1
+        ends = numbers.new_zeros(KH, 1), numbers.new_full((KH, 1), newest)
+        chosen[row, :, : choices.pages + 2] = pages[torch.cat((ends[0], numbers, ends[1]), 1)]
 
 
 def _watch(
@@ -647,6 +711,7 @@ REFERENCES: dict[Callable[..., Any], Callable[..., None]] = {
     latent_store.latent_store: _latent_store,
     latent_attention.attend_latents: _attend_latents,
     attention.attend: _attend,
+    page_choice.choose: _choose,
     page_masses.watch: _watch,
     sample.sample: _sample,
     product.multiply: _multiply,

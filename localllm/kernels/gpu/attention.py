@@ -59,6 +59,18 @@ class AttentionHistory:
     tables: Tensor
 
 
+@dataclass(frozen=True)
+class ChosenTables:
+    """What rows attend to that chose, each a task of its own, on the device.
+
+    rows int64 [M, 4]: whose first word is 0 of those that did not.
+    tables int64 [M, KH, P]: addresses of pages, as those of `AttentionHistory`.
+    """
+
+    rows: Tensor
+    tables: Tensor
+
+
 def tasks_of(table: int, first_row: int, past: int, count: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
     """Rows [first_row, first_row + count) of a forward, a segment's tokens behind its first `past`, cut into tasks of
     at most so many tokens of one page: (first row, rows, table of pages, row of the first one's result)."""
@@ -328,10 +340,10 @@ def _dense_head(
     return page_at(address, 0).to(tl.pointer_type(DENSE)) + kv_head * dense_head
 
 
-@triton.jit(do_not_specialize=["layer", "window", "num_rows", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "window", "num_rows", "table_stride", "chosen_stride"])
 def _attend(
-    q, part, peaks, totals, sinks, positions, own, own_stride, tasks, tables,
-    layer, window, factor, cap, num_rows, table_stride,
+    q, part, peaks, totals, sinks, positions, own, own_stride, tasks, tables, choices, chosen,
+    layer, window, factor, cap, num_rows, table_stride, chosen_stride,
     H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, DENSE: tl.constexpr,
     KEY_SCALES: tl.constexpr, VALUE_CODES: tl.constexpr, VALUE_SCALES: tl.constexpr, CODED_HEAD: tl.constexpr,
     OPERAND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, SECTION: tl.constexpr,
@@ -353,6 +365,10 @@ def _attend(
     peak, total = before_pages(sinks, kv_head * group + r % group)
     mixed = _zeros(len(queries), BLOCK_R)
     pages = tables + tl.load(task + 2).to(tl.int64) * table_stride
+    if chosen is not None:
+        chooser = tl.load(task).to(tl.int64)
+        if tl.load(choices + chooser * 4) != 0:
+            pages = chosen + (chooser * KH + kv_head) * chosen_stride
     if is_coded:
         at = (layer.to(tl.int64) * KH + kv_head) * CODED_HEAD
         for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):
@@ -403,13 +419,15 @@ def attend(
     rows: int = DECODE_ROWS,
     sinks: Tensor | None = None,
     gate: Tensor | None = None,
+    chosen: ChosenTables | None = None,
 ) -> list[KernelLaunch]:
     """q fp32 [M, H, D] from `rope_store` -> out fp32 [M, H * D], or its codes, see `attention_merge.can_code`.
 
     On a card queries and weights are rounded to bf16, but for models in fp32: 2e-3 of the norm as a rule, 4e-3 at most.
     parts: of one section, where a program has all pages of its task, or of as many as the longest segment has pages.
     rows: see `block_rows`. sinks: fp32 [H], scores without a value, which come before all pages. gate: see `merge`.
-    Rows of no task, and padding, stay as they are. Else see `paged_attention`.
+    chosen: what some rows attend to, whose positions are those in there. Rows of no task, and padding, stay as they
+    are. Else see `paged_attention`.
     """
     assert parts.mixed.shape[1:] == q.shape
     pages = 1 if parts.sections > 1 else ALL_PAGES
@@ -417,7 +435,7 @@ def attend(
     reach = FAR.value if window is None else window
     attending = over_pages(
         q, tokens, history, parts, dense, coded, layer, pages, scale=scale, window=reach, softcap=softcap, rows=rows,
-        sinks=first,
+        sinks=first, chosen=chosen,
     )  # fmt: skip
     merging = merge(parts, out, tokens, reach, section_pages=pages, is_turned=coded is not None, sinks=later, gate=gate)
     return [attending, merging]
@@ -438,6 +456,7 @@ def over_pages(
     softcap: float | None = None,
     rows: int = DECODE_ROWS,
     sinks: Tensor | None = None,
+    chosen: ChosenTables | None = None,
 ) -> KernelLaunch:
     """Return the launch of `attend` that fills the parts; pages: of a program. Parts may be without features, and have
     rows of their own."""
@@ -451,8 +470,10 @@ def over_pages(
             "q": q, "part": parts.mixed if parts.mixed.shape[-1] else None, "peaks": parts.peaks,
             "totals": parts.totals, "sinks": sinks,
             **{name: getattr(tokens, name) for name in ("positions", "own", "own_stride")},
-            "tasks": history.tasks, "tables": history.tables, "layer": layer, "window": window, "factor": factor,
+            "tasks": history.tasks, "tables": history.tables, "choices": None if chosen is None else chosen.rows,
+            "chosen": None if chosen is None else chosen.tables, "layer": layer, "window": window, "factor": factor,
             "cap": cap, "num_rows": parts.mixed.shape[1], "table_stride": history.tables.stride(0),
+            "chosen_stride": 0 if chosen is None else chosen.tables.stride(1),
         },
         constants={
             **page_constants(dense, coded), "H": H, "OPERAND": tl.float32 if is_wide else tl.bfloat16,

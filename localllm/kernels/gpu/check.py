@@ -29,7 +29,8 @@ from localllm.kernels.state_shapes import ConvShape, DeltaShape, Mamba2Shape, Rw
 # Every kernel, in the ways of a usual model. One that is loaded is checked in its own. Rows are of a multiple of 16
 # numbers, as models have them: of others Triton compiles variants that nobody would use.
 BRIEF = replace(
-    CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (Heads(watches=True),), (), (Glu("silu"),), (), ()),
+    CheckSizes(208, 2112, (1, 2, 4, 7, 20, 100), (GROUPS[0], None), (), (), (Glu("silu"),), (), ()),
+    attention=(Heads(watches=True, chooses=True),),
     rwkv7s=(),
 )
 

@@ -17,6 +17,7 @@ from localllm.kernels.gpu import activations, embedding, gemm, gemv, low_rank, r
 from localllm.kernels.gpu.activations import Codes
 from localllm.kernels.gpu.check_attention import ATTENTION, Heads, attention_cases
 from localllm.kernels.gpu.check_case import EXACT, Case, codes_for, differing, error_of, poisoned
+from localllm.kernels.gpu.check_choice import choice_cases
 from localllm.kernels.gpu.check_delta import delta_cases
 from localllm.kernels.gpu.check_latent import LATENTS, LatentHeads, latent_cases
 from localllm.kernels.gpu.check_mamba2 import mamba_cases
@@ -142,6 +143,8 @@ def cases(device: torch.device, sizes: CheckSizes = CheckSizes()) -> Iterator[Ca
         yield from _taken(f"a convolution of {conv}", short_conv_cases(device, conv, weights))
     for heads in sizes.attention:
         yield from _taken(f"attention of {heads}", attention_cases(device, heads, weights))
+        if heads.chooses:
+            yield from _taken(f"pages chosen by {heads}", choice_cases(device, heads))
     for latents in sizes.latents:
         yield from _taken(str(latents), latent_cases(device, latents, weights))
 
