@@ -304,8 +304,8 @@ def test_list_all_says_where_its_speeds_were_measured_on_a_busy_machine(monkeypa
 
 def test_a_model_whose_download_has_no_room_on_the_disk_gets_no_star(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localllm.hub.repo_cache.free_bytes", lambda _folder: 1 << 20)
-    (star,) = (line for line in run_cli("list", "--all").out.decode().splitlines() if line.startswith("*"))
-    assert star.split()[1:3] == ["tiny", "here"]
+    listed = run_cli("list", "--all")
+    assert "tiny" in listed.out.decode() and "*" not in listed.out.decode() + listed.err
 
 
 def test_what_is_not_known_of_a_model_is_not_shown() -> None:
