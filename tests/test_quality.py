@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from benchmarks import quality
 from benchmarks.measure import known, with_section
+from localllm.cache.paged_kv import PagedKV
 from localllm.engine.perplexity import perplexity
 from localllm.hub.names import TINY_DIRECTORY
 from localllm.models.families import load_config
@@ -101,7 +103,7 @@ def test_the_tiny_model_says_nearly_the_same_in_every_format(
 def test_the_perplexity_is_that_of_the_command(make: quality.Subjects, window: list[int]) -> None:
     subject = make.of(RECIPES["bf16"], "product")
     own = subject.log_probabilities(window)
-    expected = perplexity(subject.runner, window, ctx=len(window), new_kv=subject.kv.pages.new)
+    expected = perplexity(subject.runner, window, ctx=len(window), new_kv=partial(PagedKV, subject.kv.pages))
     assert math.isclose(quality.token_surprises(own, window).mean().item(), expected.nll, rel_tol=1e-3)
 
 
