@@ -126,6 +126,15 @@ def test_what_is_stored_is_left_aside_where_a_model_cannot_take_it_and_said_once
         assert sorted(told) == sorted(STORED)
 
 
+def test_what_is_stored_is_left_aside_on_cards_that_cannot_do_it_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_ATTEND", "top:8")
+    cards = ("--gpu", "rtx4060", "--gpu", "rtx4090", "--gpu", "none")
+    planned = run_cli("plan", "qwen3-8b", *cards, "--kv-offload", "auto")
+    assert planned.code == 0 and planned.err.count("LOCALLLM_ATTEND is left aside: with --kv-offload") == 1
+    typed = run_cli("plan", "qwen3-8b", *cards[:2], "--kv-offload", "auto", "--attend", "top:8")
+    assert typed.code == 2 and typed.error_lines[2].endswith("--gpu none")
+
+
 def test_a_contradiction_is_refused_where_one_of_the_two_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

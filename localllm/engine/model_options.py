@@ -100,8 +100,8 @@ def require_agreement(wanted: EngineConfig) -> None:
             raise UsageError(f"{what} and {flag} {value} cannot go together", why=why, fix=fixes)
 
 
-def require_effect(config: ModelConfig, wanted: EngineConfig, device: str, to_cpu: Fix = TO_CPU) -> None:
+def require_effect(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
     """Raise UsageError for what contradicts itself, or cannot take effect."""
     require_agreement(wanted)
-    for error in (idle_with(config, wanted) | idle_on(device, wanted, to_cpu)).values():
+    for error in (idle_with(config, wanted) | idle_on(device, wanted)).values():
         raise error

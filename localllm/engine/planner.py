@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from localllm.cache.kv_format import wanted_format
 from localllm.engine.device import DTYPES, device_name, dtype_name, has_cuda
 from localllm.engine.device import has_card as has_card
-from localllm.engine.model_options import TO_CPU, require_effect
+from localllm.engine.model_options import require_effect
 from localllm.engine.placement import (
     BATCH_ROWS,
     held_tokens,
@@ -24,7 +24,6 @@ from localllm.engine.placement import (
     with_windows,
 )
 from localllm.engine.weights import as_stored, choose_weights, compact_form, is_unpacked
-from localllm.errors import Fix
 from localllm.hub import ModelFiles
 from localllm.hub.packed import packed_directory, packed_recipes
 from localllm.models.architecture import ModelConfig
@@ -127,8 +126,7 @@ class ModelPlanner:
             use_threads(wanted.threads)
         device = device_name(wanted.device) if other is None else other.device
         require_context(config, wanted.ctx)
-        to_cpu = TO_CPU if other is None else Fix.flag("--gpu", "none")
-        require_effect(config, wanted, device, to_cpu)
+        require_effect(config, wanted, device)
         is_by_weights = wanted.dtype == "auto" and wanted.weights in DTYPES
         named = wanted.weights if is_by_weights else wanted.dtype
         dtype = dtype_name(named, device) if other is None else other.dtype_name(named)

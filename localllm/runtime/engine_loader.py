@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from localllm.config import DEFAULT, ResolvedSettings
@@ -57,15 +56,11 @@ def engine_config(resolved: ResolvedSettings, model: ModelConfig, tell: Callable
     without. Raises UsageError for what contradicts itself, and for what was typed and the device cannot do.
     """
     from localllm.engine.device import device_name, idle_gpu
-    from localllm.engine.model_options import idle_on, require_agreement
 
     wanted = with_room_for_adapters(resolved.settings)
     if line := idle_gpu(wanted.device):
         tell(line)
-    require_agreement(wanted)
-    on_device = idle_on(device_name(wanted.device), wanted)
-    _refuse_typed(resolved, on_device)
-    return without_idle(resolved, model, wanted, tell, on_device)
+    return possible(resolved, model, wanted, device_name(wanted.device), tell)
 
 
 def refuse_idle(resolved: ResolvedSettings, model: ModelConfig, name: str) -> None:
@@ -88,18 +83,22 @@ def _refuse_typed(resolved: ResolvedSettings, idle: Mapping[str, UsageError]) ->
             raise error
 
 
-def without_idle(
+def possible(
     resolved: ResolvedSettings,
     model: ModelConfig,
     wanted: EngineConfig,
+    device: str,
     tell: Callable[[str], None],
-    on_device: Mapping[str, UsageError] = MappingProxyType({}),
+    to_cpu: Fix | None = None,
 ) -> EngineConfig:
-    """Return the settings without those that cannot take effect with a model, which `tell` hears. on_device: more of
-    them."""
-    from localllm.engine.model_options import idle_with
+    """Return the settings without those that cannot take effect with a model or on a device, which `tell` hears.
+    to_cpu: as `idle_on` has it. Raises as `engine_config`."""
+    from localllm.engine.model_options import TO_CPU, idle_on, idle_with, require_agreement
 
-    idle = {**idle_with(model, wanted), **on_device}
+    require_agreement(wanted)
+    on_device = idle_on(device, wanted, to_cpu or TO_CPU)
+    _refuse_typed(resolved, on_device)
+    idle = idle_with(model, wanted) | on_device
     for name, error in idle.items():
         tell(f"the setting {name} from {resolved.origins[name].where} is left aside: {error.why}")
     return replace(wanted, **{name: getattr(EngineConfig, name) for name in idle})

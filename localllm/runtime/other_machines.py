@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.errors import Fix, UsageError
 from localllm.offload.planner.card_sheets import CardSheet, OtherMachine
 from localllm.offload.planner.plan import GIB
-from localllm.runtime.engine_loader import refuse_idle, refuse_idle_vram, without_idle
+from localllm.runtime.engine_loader import possible, refuse_idle, refuse_idle_vram
 from localllm.runtime.plan_request import Goal, job_of, shape_and_files
 
 if TYPE_CHECKING:
@@ -40,17 +41,17 @@ def considered_elsewhere(
     """
     from localllm.engine.model_plan import consider
 
-    cards = list(cards)
+    cards, once = list(cards), cache(tell)  # of each line
     _require_cap_on_a_card(resolved, cards)
     shape, files = shape_and_files(name)
     refuse_idle(resolved, shape.config, shape.name)
-    config, ram_bytes = without_idle(resolved, shape.config, resolved.settings.engine, tell), None
+    config, ram_bytes = resolved.settings.engine, None
     if resolved.origins["ram"].kind == "flag":
         ram_bytes, config = config.ram, replace(config, ram=None)
     for number, card in enumerate(cards, 1):
         say(f"planning: card {number} of {len(cards)}")
-        wanted = config if card is not None else replace(config, vram=None)
-        other = OtherMachine(card, ram_bytes)
+        wanted, other = config if card is not None else replace(config, vram=None), OtherMachine(card, ram_bytes)
+        wanted = possible(resolved, shape.config, wanted, other.device, once, Fix.flag("--gpu", "none"))
         yield CardPlan(card, consider(shape, files, wanted, say, job=job_of(goal, resolved), other=other))
 
 
