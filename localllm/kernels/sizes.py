@@ -152,7 +152,7 @@ class KVShape:
 class SketchLayout:
     """The sketch of a page's keys of one head, see `page_choice`: signs u8 [groups, 4, 64], of eight features each,
     the first one's in the lowest bit, scales u8 [groups, 64], the mean bf16 [D]. The last group may have fewer features
-    than 32: there is room for so many signs."""
+    than 32: there is room for so many signs. On a GPU, signs are u32 [groups, 64]: sketches do not move."""
 
     head_dim: int
 
