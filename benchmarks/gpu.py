@@ -48,7 +48,7 @@ _CAPS_GB = (8, 12, 24)
 _SMALL_CAP_BYTES = 40 * 10**6
 _TEXT_TOKENS = {False: (48, 200), True: (12, 32)}  # of each placement, and of the one that is written twice
 # Shares of the time; that of a cap, and of each GB of it.
-_SHARES = {"machine": 4.0, "products": 5.0, "model": 8.0, "speculation": 3.0, "texts": 1.0}
+_SHARES = {"machine": 4.0, "products": 5.0, "model": 8.0, "long": 2.0, "speculation": 3.0, "texts": 1.0}
 _SIDES = ("placed", "host")  # of a mixture
 _CAP, _CAP_GB = 1.5, 1 / 16
 _EXPERTS, _EXPERTS_TOKENS = 4.0, {False: 64, True: 4}  # a share for each cap, of 17 GB to be made; tokens of a turn
@@ -130,6 +130,12 @@ class Parts:
     def model(self, seconds: float) -> None:
         with processes(seconds + 5, "gpu_worker model", "gpu_peers loop", interprets=self._is_small) as (ours, theirs):
             ModelTurns(ours, theirs, self._run(seconds), self._report.found.setdefault("model", {})).measure()
+
+    def long(self, seconds: float) -> None:
+        options = {"seconds": 0.8 * seconds, "rounds": self._rounds, "small": self._is_small}
+        with processes(seconds + 10, "gpu_worker long", interprets=self._is_small) as (worker,):
+            found = worker.call("rows", device=self._device, **options)
+        self._found("long", found, gpu_table.long_rows(found["depth"], found["tok_s"]))
 
     def speculation(self, seconds: float) -> None:
         options = {"seconds": 0.8 * seconds, "rounds": self._rounds, "small": self._is_small}

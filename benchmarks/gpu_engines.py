@@ -166,6 +166,7 @@ def as_card(device: torch.device, model: MemoryModel | None = None) -> Iterator[
             for module in (loading, planner):
                 patched.enter_context(patch.object(module, "has_card", lambda _device: True))
             patched.enter_context(patch.object(loading, "cap_allocator", lambda *_: None))
+            patched.enter_context(patch.object(planner, "require_effect", lambda *_: None))  # of --vram on a CPU
         yield
 
 

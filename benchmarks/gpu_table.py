@@ -134,6 +134,13 @@ def speculation_rows(found: Sequence[Found]) -> list[Row]:
     return rows
 
 
+def long_rows(depth: int, tok_s: Rates) -> list[Row]:
+    """tok_s: by what tokens attend to, all of the text first."""
+    everything, *chosen = tok_s
+    what = f"of the pages of {depth} tokens, steps, tok/s, beside attention to all"
+    return [compared("long texts", f"{name} {what}", tok_s[name], tok_s[everything]) for name in chosen]
+
+
 def text_rows(texts: Mapping[str, str]) -> list[Row]:
     wrong = [f"{kind} {found}" for kind, found in texts.items() if found != "ok"]
     right = [kind for kind, found in texts.items() if found == "ok"]

@@ -3,6 +3,7 @@
 cap: a model under one cap of the card's memory, placed as the plan has it, and so that all which the cap does not hold
 is copied in every step; besides, a CPU alone computes its blocks where they lie in the host's memory.
 model: a whole model on the card: decode, prefill, first tokens, the card's memory.
+long: steps behind a long text, in which tokens attend to all of it or choose their pages.
 speculation: drafts that are right as often as asked for, and drafts that are all wrong, on the same model.
 experts: a mixture under one cap: the experts used last in slots on the card, beside a CPU alone.
 texts: the built-in model's greedy text in fp32 by the placement of its blocks; that of a CPU alone is right.
@@ -384,6 +385,31 @@ class ResidentModel:
         return random_ids(tokens, self.engine.config.vocab_size, 0)
 
 
+class LongTexts:
+    @torch.inference_mode()
+    def rows(self, *, device: str, seconds: float, rounds: int, small: bool) -> dict[str, Any]:
+        """Tokens a second of steps behind a long text, by what they attend to, in turn."""
+        until, on = time.monotonic() + seconds, choose_device(device)
+        depth, pages, tokens = (300, 1, 3) if small else (32768, 64, 64)
+        engine = resident(on, depth + _ROOM, _KV, ignore, small=small)
+        step, found = engine.runner.gpu_program, dict[str, list[float]]()
+        assert step is not None
+        sequences = {}
+        for name, chosen in (("all", None), (f"top:{pages}", pages)):
+            kv = sequence(new_pages(engine.model, KV_FORMATS[_KV], chosen_pages=chosen), depth, _ROOM)
+            kv.attend_from, sequences[name] = depth, kv
+            decoded(step, kv, depth, 2)  # compiles, and makes sketches
+        for _ in range(rounds):
+            for name, kv in sequences.items():
+                torch.get_device_module(on).synchronize(on)
+                started = time.perf_counter()
+                decoded(step, kv, depth, tokens)
+                found.setdefault(name, []).append(tokens / (time.perf_counter() - started))
+            if time.monotonic() > until:
+                break
+        return {"depth": depth, "tok_s": found}
+
+
 _SPECULATION_CTX = 512
 _SHARES = ((0.8, 4), (0.8, 8), (0.95, 8), (0.6, 4), (0.3, 2), (0.6, 8), (0.95, 4), (0.3, 8))  # the most telling first
 
@@ -525,6 +551,7 @@ if __name__ == "__main__":
         {
             "cap": CappedModel,
             "experts": CappedMixture,
+            "long": LongTexts,
             "model": ResidentModel,
             "speculation": SpeculationRows,
             "texts": Texts,

@@ -42,6 +42,7 @@ PARTS = {
     "model": ("first token after load", "behind 70", "beside a device copy", "behind 64 known ones", "one graph",
               "each layer", "reduce-overhead", "prefill", "beside bf16"),
     "experts, 0.04 GB": ("beside the CPU alone", "beside the plan's"),
+    "long texts": ("top:1 of the pages of 300 tokens",),
     "drafts, resident": ("all of them wrong", "4 at once, 80% of them right"),
 }  # fmt: skip
 
