@@ -54,14 +54,15 @@ def test_what_attention_leaves_for_its_last_step_is_in_the_ledger() -> None:
 
     config = parse_config(shipped_shapes()["llama-3.1-8b"], "it")
     shape = model_shape(config, RECIPES["int4-g64"], "bf16", "it", "cuda")
-    for ctx, sequences in ((200, 1), (257, 2), (8192, 8), (100_000, 1)):
+    for ctx, sequences, most in ((200, 1, 200), (257, 2, 3712), (8192, 8, 8192), (100_000, 1, 3712)):  # most: that stay
+        shape = replace(shape, table_tokens=most)
         with_them, without = (
             CardPlacements(one, search("llama-3.1-8b", 70.0).machine)._vram_owners(
                 _Amount(ctx, sequences, ctx * sequences, 512, 512, config.num_layers)
             )["activations"]
             for one in (shape, replace(shape, section_bytes=0))
         )
-        tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(ctx, FEW_ROWS), 1)
+        tables = TableShape(FEW_ROWS, FEW_ROWS, FEW_ROWS, table_pages(min(ctx, most), FEW_ROWS), 1)
         parts = new_parts(tables.sections, FEW_ROWS, config.attentions[0].num_heads, config.attentions[0].head_dim)
         assert with_them - without == sum(part.nbytes for part in (parts.mixed, parts.peaks, parts.totals))
 

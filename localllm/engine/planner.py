@@ -174,7 +174,9 @@ class ModelPlanner:
             cached_share = packed.cached_share()
         shape = model_shape(config, self.sizes, self.dtype, self.name, self.device, self.wanted.kv, packing)
         shape = with_windows(with_choice(shape, config, self.wanted.chosen_pages), config, self.dtype)
-        shape = replace(shape, held_tokens=held_tokens(config, self.wanted.kv_evict) or shape.held_tokens)
+        most = held_tokens(config, self.wanted.kv_evict) or shape.held_tokens
+        # The tables of layers with a window have all pages.
+        shape = replace(shape, held_tokens=most, table_tokens=shape.table_tokens if any(config.windows) else most)
         if shape.mixtures and self.files is not None:
             from localllm.models.kept_uses import kept_uses  # no other model's plan needs it
 

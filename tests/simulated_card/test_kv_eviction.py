@@ -4,7 +4,7 @@ is computed beside it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from localllm.engine.prefix_config import IN_POOLS
 from localllm.engine.request import Request, SamplingParams
 from localllm.engine.speculative.choice import Speculate
 from localllm.engine.step_types import Chunk, Limits
+from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
 from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered
@@ -88,6 +89,16 @@ def test_a_card_computes_what_the_cpu_does(rule, model, schedule, placement, mod
         assert card.counts["replays"]
     assert found_left == left
     assert (found - expected).norm() < 0.03 * expected.norm()  # a code falls on a step's other side
+
+
+@pytest.mark.parametrize("rule", ["sinks:64", "heavy:192"])
+def test_a_model_is_loaded_with_it_and_takes_what_the_plan_says(rule, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "llama", layers=2, max_position_embeddings=512)
+    config = EngineConfig(device="cuda", weights="int8", dtype="fp32", ctx=512, kv_evict=rule)
+    with simulated_card(CardConfig()), closing(Engine.load(tmp_path, config)) as engine:
+        plan, (heard,) = engine.plan, answered(engine, Request(LONG[:400], WISH))
+        assert engine.runner.gpu_program is not None and heard.finished.usage.evicted_tokens
+        assert engine.residency.kv_pages.nbytes <= plan.ledger["vram"]["kv"] + 512 * plan.shape.row_bytes
 
 
 @pytest.mark.parametrize("rule", ["sinks:100", "heavy:256"])

@@ -362,7 +362,7 @@ class CardPlacements:
 
     def _vram_owners(self, amount: _Amount) -> dict[str, int]:
         shape, card = self.shape, self._card.memory
-        attention = _sections(amount.ctx) * _STEP_ROWS * shape.section_bytes
+        attention = _sections(min(amount.ctx, shape.table_tokens)) * _STEP_ROWS * shape.section_bytes
         return {
             "context": card.context_bytes,
             "kv": self._kv_bytes(amount)[0],

@@ -82,6 +82,7 @@ class ModelShape:
     windowed_bytes_per_token: int = 0  # of those of a token, in layers that see a window
     windowed_tokens: int = 0  # of a sequence, that these layers have at most at one time
     resident_tokens: int | None = None  # of a sequence, whose keys and values stay in memory; None: all
+    table_tokens: int = 1 << 62  # whose pages a GPU's attention has room for at most
     held_tokens: int = 1 << 62  # whose keys and values a sequence has at most at one time, where earlier ones leave
     recurrent_bytes: int = 0  # of the states of a sequence, and of the last snapshot of them
     snapshot_bytes: int = 0  # of one snapshot of all states
