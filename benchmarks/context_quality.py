@@ -56,6 +56,7 @@ SHARES = (8, 4, 2)  # a setting keeps this part of the context
 NAMES = ("Agnes", "Clara", "Edmund", "Helena", "Louise", "Miriam", "Oscar", "Victor", "Walter")
 FACT, CUE, ANSWER = "\n\nThe secret number of {} is {}.\n\n", "\n\nThe secret number of {} is", " {}"
 PASSAGE_TOKENS, PASSAGE_CUE = 16, 4
+PROBES = ("facts", "passages")
 COLUMNS, PASSAGE_COLUMNS = ("perplexity", "increase", "same top-1"), ("gain of a passage", "change")
 
 Fields = Mapping[str, object]  # of EngineConfig
@@ -109,18 +110,27 @@ class Window:
 
 
 def facts(tokenizer: Tokenizer, choose: random.Random, count: int = len(NAMES)) -> tuple[list[list[int]], list[Probe]]:
-    """Return so many needles, nine at most, and their probes. The numbers begin with different digits."""
-    numbers = [f"{digit}{choose.randrange(10000):04}" for digit in choose.sample(range(1, 10), count)]
-    names = choose.sample(NAMES, count)
+    """Return so many needles, nine at most, and their probes."""
+    names, numbers = choose.sample(NAMES, count), secret_numbers(choose, count)
     needles = [tokenizer.encode(FACT.format(*pair)) for pair in zip(names, numbers, strict=True)]
+    return needles, number_probes(tokenizer, names, numbers)
+
+
+def secret_numbers(choose: random.Random, count: int) -> list[str]:
+    """Return numbers that begin with different digits."""
+    return [f"{digit}{choose.randrange(10000):04}" for digit in choose.sample(range(1, 10), count)]
+
+
+def number_probes(tokenizer: Tokenizer, owners: Sequence[str], numbers: Sequence[str]) -> list[Probe]:
+    """Return what asks for the number of each owner."""
     probes = []
-    for name, number in zip(names, numbers, strict=True):
-        answers = {each: tokenizer.encode(CUE.format(name) + ANSWER.format(each)) for each in numbers}
+    for owner, number in zip(owners, numbers, strict=True):
+        answers = {each: tokenizer.encode(CUE.format(owner) + ANSWER.format(each)) for each in numbers}
         begin = next(n for n, column in enumerate(zip(*answers.values(), strict=False)) if len({*column}) > 1)
         rivals = frozenset(ids[begin] for ids in answers.values())
-        assert len(rivals) == count, "the first tokens of the numbers differ"
+        assert len(rivals) == len(numbers), "the first tokens of the numbers differ"
         probes.append(Probe(answers[number], begin, len(answers[number]), rivals))
-    return needles, probes
+    return probes
 
 
 def passages(
@@ -311,13 +321,13 @@ def _run(given: argparse.Namespace, ctx: int) -> Run:
 # What benchmarks.chunk_quality does as well
 
 
-def parser(description: str | None, num_tokens: int) -> argparse.ArgumentParser:
+def parser(description: str | None, num_tokens: int, probes: Sequence[str] = PROBES) -> argparse.ArgumentParser:
     """num_tokens: of all windows of a context together, where their number is not given."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("text", type=Path, nargs="?", help="without it, only the tables are written anew")
     made.add_argument("--of", help="the text's name (default: the file's)")
     made.add_argument("--model", default="tiny")
-    made.add_argument("--probe", choices=("facts", "passages"), default="facts")
+    made.add_argument("--probe", choices=probes, default="facts")
     made.add_argument("--windows", type=int, help=f"(default: as many as have {num_tokens:,} tokens)")
     made.add_argument("--quick", action="store_true", help="one window, and nothing is written")
     made.add_argument("--save", type=Path, default=RESULTS, help="a folder for the results")

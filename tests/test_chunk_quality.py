@@ -13,12 +13,12 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.skipif(
     not (TINY_DIRECTORY / "model.safetensors").exists(), reason="the built-in model is not in this tree"
 )
-CTX = 640
+CTX = {"facts": 640, "passages": 640, "chains": 1024}
 
 
 def windows(probe: str) -> list[chunk_quality.Moved]:
     text = (REPOSITORY / "docs" / "internals" / "tiny.md").read_text(encoding="utf-8")
-    return chunk_quality.make_windows(Tokenizer.load(TINY_DIRECTORY), text, probe, CTX, 160, 1)
+    return chunk_quality.make_windows(Tokenizer.load(TINY_DIRECTORY), text, probe, CTX[probe], 160, 1)
 
 
 def test_the_page_shows_the_results_that_are_committed() -> None:
@@ -26,10 +26,10 @@ def test_the_page_shows_the_results_that_are_committed() -> None:
     assert with_section(page, chunk_quality.BEGIN, chunk_quality.END, tables) == page
 
 
-@pytest.mark.parametrize("probe", ["facts", "passages"])
-def test_both_prompts_of_a_window_have_the_same_documents_and_nothing_before_them(probe: str) -> None:
-    for window in windows(probe):
-        assert len(window.prompt) + len(window.forced) <= CTX
+@pytest.mark.parametrize("kind", ["facts", "passages", "chains"])
+def test_both_prompts_of_a_window_have_the_same_documents_and_nothing_before_them(kind: str) -> None:
+    for window in windows(kind):
+        assert len(window.prompt) + len(window.forced) <= CTX[kind] and len(window.probes) > 1
         assert window.prompt[:64] != window.source[:64]
         ends = [list(each[-window.num_taken :]) for each in (window.prompt, window.source)]
         assert sorted(ends[0]) == sorted(ends[1])
@@ -43,7 +43,7 @@ def test_both_prompts_of_a_window_have_the_same_documents_and_nothing_before_the
 
 def test_documents_are_taken_but_for_the_share_that_is_computed() -> None:
     given = windows("passages")
-    base, of_base = chunk_quality.reading("tiny", CTX, given, None)
-    own, computed = chunk_quality.reading("tiny", CTX, given, 0.02)
+    base, of_base = chunk_quality.reading("tiny", CTX["passages"], given, None)
+    own, computed = chunk_quality.reading("tiny", CTX["passages"], given, 0.02)
     assert of_base == 1 and 0.1 < computed < 0.9
     assert 0 < abs(float(str(own.result(base, given)["increase_percent"]))) < 10

@@ -29,7 +29,9 @@ from localllm.offload.streaming.host_buffer import host_buffer
 
 # Of a span's tokens, the first, that are computed anew. With the pages at its borders that is a ninth of 512 tokens. A
 # larger share buys little: behind six such documents the perplexity of SmolLM2 135M is 15.95 where all is computed,
-# 16.06 with this share, 15.99 with 0.1 and 15.98 with 0.3, each +-0.06 (benchmarks/chunk_quality.py).
+# 16.06 with this share, 15.99 with 0.1 and 15.98 with 0.3, each +-0.06 (benchmarks/chunk_quality.py). Tokens whose keys
+# and values in the second layer deviate most (CacheBlend, arXiv:2405.16444) are no better than as many first ones:
+# their KL divergence from what is computed is as large or larger (docs/internals/quality.md).
 COMPUTED_SHARE = 0.02
 _PAGES_AT_ONCE = 16  # that are filled: in between a request can be cancelled
 _MOST_STALE = 4096  # pages that an index may have beyond those that are known
