@@ -28,7 +28,7 @@ def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model
     near = stateful or windowed
     eviction, latent = Eviction.of(wanted.kv_evict), ""
     if config.latents and eviction is not None and eviction.kind == "heavy":
-        latent = f"latent attention does not tell how much of it a page gets; sinks:{eviction.tokens} needs not know"
+        latent = f"latent attention does not tell what a page gets of it; sinks:{eviction.tokens} is possible"
     latents = "its layers keep latents, which are keys of all heads: a sketch of them tells no head's best pages"
     reasons = {
         "kv": stateful,
