@@ -45,9 +45,7 @@ def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str
     if device == "cpu":
         return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
     offloads = wanted.kv_offload != EngineConfig.kv_offload
-    why = (
-        "with --kv-offload all pages are sent over the link to a GPU, chosen or not, and a CPU reads those chosen alone"
-    )
+    why = "with --kv-offload a GPU is sent all pages over the link, chosen or not; a CPU reads only the chosen ones"
     reasons = {"attend": why if offloads else ""}
     return _idle(wanted, reasons, f"on {device}", [to_cpu])
 
