@@ -83,9 +83,9 @@ ATTENTION = (
     Heads("int8", "int8", 256, 4, 1, has_norms=True, has_gate=True, rotary=0.25),
     Heads("int8", "int8", heads=16, kv_heads=4, has_norms=True, gates_heads=True),
     Heads("dense", "dense", 64, dtype=torch.float32),
-    Heads("int8", "int8", watches=True, chooses=True),
-    Heads("int4", "int4", heads=16, kv_heads=4, chooses=True),
-    Heads("dense", "dense", 80, 14, 2, softcap=5.0, has_sinks=True, watches=True, chooses=True),
+    Heads("int8", "int8", heads=8, kv_heads=2, watches=True, chooses=True),
+    Heads("int4", "int4", 64, 4, 2, chooses=True),
+    Heads("dense", "dense", 80, 6, 2, softcap=5.0, has_sinks=True, watches=True, chooses=True),
 )
 
 
