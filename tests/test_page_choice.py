@@ -127,6 +127,21 @@ def test_heads_of_any_shape_choose_alike_on_every_cpu(isa, name, heads):
     torch.testing.assert_close(out.view(1, H, D), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [8, 24, 120])
+def test_heads_choose_of_which_vectors_and_groups_leave_some(head_dim):
+    """By operators: all 21 pages in between, and a few."""
+    config, found = replace(CONFIG, head_dim=head_dim, rotary_dim=head_dim), []
+    for chosen in (None, 21, 4):
+        kv = filled(new_pages(KV_FORMATS["bf16"], chosen, config), 1500, 1, seed=7)
+        kv.attend_from = 0
+        q, keys, values = rows_of(kv, 1, config).split((4, 2, 2), dim=1)
+        held = kv.layer(LAYER, kv.length, 1)
+        write(held, kv.length, keys, values)
+        found.append(paged_attention(q, held, kv.length, scale=config.scale, choice=kv.choice))
+    torch.testing.assert_close(found[1], found[0])
+    assert found[2].isfinite().all() and not torch.allclose(found[2], found[0], atol=1e-3)
+
+
 @native
 @every_format
 def test_a_page_that_is_not_finite_is_passed_over_by_no_query(kv_format):

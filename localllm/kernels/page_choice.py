@@ -103,10 +103,14 @@ def sketch_of(keys: Tensor) -> Sketch:
 
 
 def rotated_groups(x: Tensor) -> Tensor:
-    """fp32 [..., D], rotated as coded pages are. Of the last group there may be fewer features."""
-    whole = x.shape[-1] // GROUP * GROUP
-    parts = torch.tensor_split(x, [whole], dim=-1)
-    return torch.cat([kv_page.rotated(part, min(GROUP, part.shape[-1])) for part in parts if part.numel()], -1)
+    """fp32 [..., D], rotated as coded pages are, but for fewer features of the last group: see `mixed_together`."""
+    parts = torch.tensor_split(x, [x.shape[-1] // GROUP * GROUP], dim=-1)
+    return torch.cat([kv_page.rotated(part, mixed_together(part.shape[-1])) for part in parts if part.numel()], -1)
+
+
+def mixed_together(features: int) -> int:
+    """Return how many of so many features are mixed at a time: the largest power of two that divides them, up to 32."""
+    return min(GROUP, features & -features)
 
 
 def scores_of(q: Tensor, sketch: Sketch) -> Tensor:

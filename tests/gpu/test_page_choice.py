@@ -23,6 +23,7 @@ HEADS = [
     Heads("int8", "int4", 32, 4, 2, chooses=True),
     Heads("int4", "int4", 64, 2, 2, chooses=True),
     Heads("dense", "dense", 48, 2, 1, softcap=5.0, has_sinks=True, chooses=True),
+    Heads("dense", "dense", 56, 2, 1, chooses=True),  # of which groups of 32 leave what is no power of two
 ]
 
 

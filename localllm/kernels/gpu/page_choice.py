@@ -21,7 +21,6 @@ from localllm.kernels.gpu.rope import (
     GROUP,
     HALF_GROUP,
     INT4_ZERO,
-    ORTHONORMAL,
     PAGE,
     SCALE_BIAS,
     SCALE_HIGH,
@@ -43,7 +42,6 @@ SCALE_NEAREST = tl.constexpr(1 << (SCALE_SHIFT.value - 1))
 NO_PAGE = tl.constexpr(-1)  # the key of what is not to be chosen: below that of any share
 FIRST_PAGES = tl.constexpr(1)  # in front of what is chosen
 ABOVE_ALL = tl.constexpr(0x7FFFFFFF)
-HALF_ORTHONORMAL = tl.constexpr(HALF_GROUP.value**-0.5)
 NAN_BITS = tl.constexpr(0x7FC0)
 
 
@@ -71,14 +69,25 @@ def _lanes(g, D):
     return min(kv_page.GROUP, D - g * kv_page.GROUP)
 
 
+@triton.constexpr_function
+def _steps(lanes):
+    """Those that mix as many features as `page_choice.mixed_together` says."""
+    return (lanes & -lanes).bit_length() - 1
+
+
+@triton.constexpr_function
+def _unit(lanes):
+    return (lanes & -lanes) ** -0.5
+
+
 @triton.jit
 def _mixed(x, LANES: tl.constexpr):
     """x fp32 [rows, 32], of which so many columns are features: times an orthonormal Hadamard matrix."""
     lane = tl.arange(0, GROUP)[None, :] + tl.zeros(x.shape, tl.int32)
-    for step in tl.static_range(5 if LANES == GROUP else 4):
+    for step in tl.static_range(_steps(LANES)):
         other = tl.gather(x, lane ^ (1 << step), 1)
         x = other + tl.where((lane & (1 << step)) == 0, x, -x)
-    return x * (ORTHONORMAL if LANES == GROUP else HALF_ORTHONORMAL)
+    return x * _unit(LANES)
 
 
 @triton.jit
