@@ -15,7 +15,7 @@ from localllm.cli.context import cli_context
 from localllm.cli.options import choice, option, refuse_together, takes
 from localllm.cli.output import SCHEMA_VERSION, Output
 from localllm.cli.selection import read_settings
-from localllm.config import format_bytes
+from localllm.config import DEFAULT, format_bytes
 from localllm.errors import Fix
 from localllm.runtime.error_origins import with_origins
 from localllm.runtime.plan_request import considered
@@ -86,8 +86,10 @@ def plan_command(context: typer.Context, **flags: Any) -> None:
     seconds. Later runs correct the predictions.
     """
     cli = cli_context(context)
-    cli.resolved, _ = choose(read_settings(cli, flags), flags["model"])
-    resolved, name = cli.resolved, cli.resolved.settings.model
+    chosen, _ = choose(read_settings(cli, flags), flags["model"])
+    # Documents that are reused take nothing that a plan counts, and no flag of it says so.
+    cli.resolved = resolved = chosen.overlaid({"reuse": ("prefix", DEFAULT)})
+    name = resolved.settings.model
     if flags["gpu"]:
         _plan_cards(cli, name, resolved, flags)
         return
