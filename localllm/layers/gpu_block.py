@@ -322,7 +322,7 @@ def _mixed(body: Attention, projected: Tensor, forward: GpuForward) -> Tensor | 
     scoring: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap, "sinks": body.sinks}
     if tables.choices and config.window is None:
         sections, choices = tables.shape.chosen_sections, tables.choices[group]
-        chosen = ChosenTables(choices.rows, new_chosen(M, KH, choices.pages, qkv.device))
+        chosen = ChosenTables(choices.rows, new_chosen(len(choices.choosers), KH, choices.pages, qkv.device))
         run_all(choose(q, chosen.tables, tokens, history, choices, **layouts, scale=config.scale))
     parts = new_parts(sections, M, H, D, qkv.device)
     launches = attend(

@@ -253,12 +253,13 @@ class GpuTables:
         self._made.clear()
         if self.shape.chosen:
             words["choices"][:] = words["sketches"][:] = 0
-            choosers = [row for run in runs for row in range(run.first_row + run.num_whole, run.first_row + len(run))]
-            words["choosers"][: len(choosers)], words["choosers"][len(choosers) :] = choosers, -1
+            words["choosers"][:], count = -1, 0
             for table, run in enumerate(runs):
+                words["choosers"][count : count + len(run.choosers)] = run.choosers
                 for group, rows in groups.items():
-                    if rows and run.chooses:
-                        self._place_choice(words, table, run, group, rows)
+                    if rows and run.choosers:
+                        self._place_choice(words, table, run, group, rows, count)
+                count += len(run.choosers)
         for index, draw in enumerate(draws):
             words["keys"][index] = draw.key
             words["temperatures"][index] = draw.temperature
@@ -295,14 +296,16 @@ class GpuTables:
             words["coded"][group, rows] = addresses[number - left] if self.coded is not None and number else 0
 
     def _place_choice(
-        self, words: dict[str, numpy.ndarray], table: int, run: _PageRun, group: int, rows: Sequence[int]
+        self, words: dict[str, numpy.ndarray], table: int, run: _PageRun, group: int, rows: Sequence[int], first: int
     ) -> None:
-        """Write among which pages the rows of a run choose. rows: of the layers that do, in the group."""
-        sketches, own = run.segment.kv.sketches(group), slice(run.first_row + run.num_whole, run.first_row + len(run))
+        """Write among which pages the rows of a run choose. rows: of the layers that do, in the group; first: which of
+        the choosers its first one is."""
+        sketches, own = run.segment.kv.sketches(group), slice(run.choosers.start, run.choosers.stop)
         room = sketches.on(self.device).data_ptr(), sketches.pages
         positions = numpy.arange(run.begin + run.num_whole, run.end)
         words["places"][group, own] = (self.shape.chosen + FIXED_PAGES - 1) * PAGE_TOKENS + positions % PAGE_TOKENS
-        words["choices"][group, own] = *room, table, 0
+        words["choices"][group, own, :3] = *room, table
+        words["choices"][group, own, 3] = range(first, first + len(run.choosers))
         wanted, made = (run.end - 1) // PAGE_TOKENS - 1, sketches.made[list(rows)]
         words["sketches"][group, table] = *room, max(1, int(made.min())), wanted
         self._made.append((sketches, rows, wanted))
@@ -368,13 +371,14 @@ class _PageRun:
         return len(self) if choice is None else max(0, min(len(self), choice.first_position - self.begin))
 
     @property
-    def chooses(self) -> bool:
-        return self.num_whole < len(self)
+    def choosers(self) -> range:
+        """The rows of the others."""
+        return range(self.first_row + self.num_whole, self.first_row + len(self))
 
     def tasks(self, table: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield the tasks of at most so many tokens; one that chooses its pages is one by itself."""
         yield from tasks_of(table, self.first_row, self.begin, self.num_whole, tokens)
-        for row in range(self.first_row + self.num_whole, self.first_row + len(self)):
+        for row in self.choosers:
             yield row, 1, table, row
 
 
@@ -427,7 +431,7 @@ def table_shape(
 
 
 def _num_choosers(batch: Batch) -> int:
-    return sum(len(run) - run.num_whole for run in _page_runs(batch.segments))
+    return sum(len(run.choosers) for run in _page_runs(batch.segments))
 
 
 def _most_watched(batch: Batch, rows: int) -> int:

@@ -545,7 +545,9 @@ def _over_chosen(
     """q [H, D] of one row: each key head has pages of its own. Returns [1, H * D]."""
     KH, own = dense.num_kv_heads, int(tokens.own[row]) + layer * int(tokens.own_stride[row])
     found = []
-    for head, (pages, queries) in enumerate(zip(chosen.tables[row].tolist(), q.double().chunk(KH), strict=True)):
+    for head, (pages, queries) in enumerate(
+        zip(chosen.tables[int(chosen.rows[row, 3])].tolist(), q.double().chunk(KH), strict=True)
+    ):
         seen = _seen(card, pages, own, 0, int(tokens.positions[row]), dense, coded, layer)
         keys, values = (part[head : head + 1].double() for part in seen)
         own_sinks = None if sinks is None else sinks.chunk(KH)[head]
@@ -593,7 +595,7 @@ def _choose(
     scale: float,
 ) -> None:
     KH, D, layout = dense.num_kv_heads, q.shape[2], coded or dense
-    for row, (room, _, table, _) in enumerate(choices.rows.tolist()):
+    for row, (room, _, table, index) in enumerate(choices.rows.tolist()):
         if not room:
             continue
         newest, pages = int(tokens.positions[row]) // PAGE_TOKENS - 1, history.tables[table]
@@ -605,7 +607,7 @@ def _choose(
         ranked = torch.where(scores.isnan(), torch.inf, scores).sort(dim=1, descending=True, stable=True).indices
         numbers = ranked[:, : choices.pages].sort(dim=1).values + 1
         ends = numbers.new_zeros(KH, 1), numbers.new_full((KH, 1), newest)
-        chosen[row, :, : choices.pages + 2] = pages[torch.cat((ends[0], numbers, ends[1]), 1)]
+        chosen[index, :, : choices.pages + 2] = pages[torch.cat((ends[0], numbers, ends[1]), 1)]
 
 
 def _watch(

@@ -97,6 +97,15 @@ def test_a_model_is_loaded_checked_and_counted_with_what_chooses(tmp_path, simul
         assert max(seen) <= plan.ledger["vram"]["kv"] + 512 * plan.shape.row_bytes
 
 
+def test_tables_of_what_is_chosen_are_of_those_that_choose(tmp_path, simulated_card):
+    """Not of each row of a prompt, where each has room for more pages than any text has."""
+    write_checkpoint(tmp_path, "llama", layers=2, max_position_embeddings=512)
+    config = EngineConfig(device="cuda", weights="int8", dtype="fp32", ctx=512, attend="top:65536")
+    with simulated_card(CardConfig()) as card, closing(Engine.load(tmp_path, config)) as engine:
+        assert engine.runner.gpu_program is not None
+        assert card.memory.most_allocated_bytes < 16 << 20
+
+
 def test_a_text_is_the_same_whatever_is_computed_beside_it(packed_models, simulated_card):
     """Behind a prefix that is found, with drafts, and among others."""
     requests = [Request(text, WISH) for text in (LONG[:440], LONG[:40], (5, 6, 7, 8) * 78)]

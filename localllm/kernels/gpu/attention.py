@@ -63,8 +63,8 @@ class AttentionHistory:
 class ChosenTables:
     """What rows attend to that chose, each a task of its own, on the device.
 
-    rows int64 [M, 4]: whose first word is 0 of those that did not.
-    tables int64 [M, KH, P]: addresses of pages, as those of `AttentionHistory`.
+    rows int64 [M, 4]: whose first word is 0 of those that did not, and whose last one is the place among the tables.
+    tables int64 [C, KH, P]: addresses of pages, as those of `AttentionHistory`.
     """
 
     rows: Tensor
@@ -366,9 +366,9 @@ def _attend(
     mixed = _zeros(len(queries), BLOCK_R)
     pages = tables + tl.load(task + 2).to(tl.int64) * table_stride
     if chosen is not None:
-        chooser = tl.load(task).to(tl.int64)
-        if tl.load(choices + chooser * 4) != 0:
-            pages = chosen + (chooser * KH + kv_head) * chosen_stride
+        choice = choices + tl.load(task).to(tl.int64) * 4
+        if tl.load(choice) != 0:
+            pages = chosen + (tl.load(choice + 3) * KH + kv_head) * chosen_stride
     if is_coded:
         at = (layer.to(tl.int64) * KH + kv_head) * CODED_HEAD
         for number in range(tl.maximum(begin, 1), tl.minimum(end, own_page)):

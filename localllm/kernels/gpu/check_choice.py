@@ -52,11 +52,12 @@ def _by_kernels(
     (M, H, D), device, KH, width = q.shape, pages.device, pages.dense.num_kv_heads, len(pages.pages)
     tokens, history = pages.tables(rows // (H // KH))
     room = torch.zeros((LAYER + 1, KH, width, SketchLayout(D).nbytes), dtype=torch.uint8, device=device)
-    words = torch.tensor([[0, 0, 0, 0]] * (M - 5) + [[room.data_ptr(), width, 0, 0]] * 5, device=device)
+    own_words = [[room.data_ptr(), width, 0, index] for index in range(5)]
+    words = torch.tensor([[0, 0, 0, 0]] * (M - 5) + own_words, device=device)
     made = torch.tensor([[room.data_ptr(), width, 1, width - 2]], device=device)
     choosers = torch.tensor([*range(M - 5, M), -1], dtype=torch.int32, device=device)
     choices = Choices(choosers, words, made, _PAGES)
-    chosen = ChosenTables(choices.rows, new_chosen(M, KH, _PAGES, device))
+    chosen = ChosenTables(choices.rows, new_chosen(len(choosers), KH, _PAGES, device))
     layouts: dict[str, Any] = {"dense": pages.dense, "coded": pages.coded, "layer": LAYER}
     run_all(choose(q, chosen.tables, tokens, history, choices, **layouts, scale=options["scale"]))
     places, sections = tokens.positions.clone(), _PAGES + FIXED_PAGES
@@ -65,7 +66,7 @@ def _by_kernels(
     own, parts = AttentionHistory(tasks, history.tables), new_parts(1 if is_prefill else sections, M, H, D, device)
     seen = replace(tokens, positions=places)
     run_all(attend(q, out, seen, own, parts, **layouts, rows=rows, chosen=chosen, **options))
-    return chosen.tables[-5:]
+    return chosen.tables[:5]
 
 
 def _by_operators(

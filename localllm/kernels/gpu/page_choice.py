@@ -51,7 +51,7 @@ class Choices:
 
     choosers int32 [C]: the rows that choose; -1 is none.
     rows int64 [M, 4]: the address of the sketches of a row's sequence, 0 where it chooses nothing, for how many pages
-    there is room, and the table of pages.
+    there is room, the table of pages, and which of the choosers it is.
     sketches int64 [B, 4]: of each table of pages, the same address and room, and the pages [first, end) whose sketches
     are to be made.
     pages: so many are chosen.
@@ -227,7 +227,7 @@ def _select(
     is_chosen = is_above | ((is_alike != 0) & (tl.cumsum(is_alike, 0) <= ties))
     place = tl.cumsum(is_chosen.to(tl.int32), 0)
     pages = tables + tl.load(words + 2) * table_stride
-    table = chosen + (row * KH + kv_head) * (count + FIXED)
+    table = chosen + (tl.program_id(0).to(tl.int64) * KH + kv_head) * (count + FIXED)
     tl.store(table + place, tl.load(pages + number, mask=is_chosen, other=0), mask=is_chosen)
     tl.store(table, tl.load(pages))
     tl.store(table + count + FIRST_PAGES, tl.load(pages + newest))
@@ -236,9 +236,9 @@ def _select(
 FIXED = tl.constexpr(FIXED_PAGES)
 
 
-def new_chosen(rows: int, kv_heads: int, pages: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return room for the tables of what is chosen, int64 [M, KH, pages]: the last one's page is read elsewhere."""
-    return torch.empty((rows, kv_heads, pages + FIXED_PAGES), dtype=torch.int64, device=device)
+def new_chosen(choosers: int, kv_heads: int, pages: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return room for the tables of what is chosen, int64 [C, KH, pages]: the last one's page is read elsewhere."""
+    return torch.empty((choosers, kv_heads, pages + FIXED_PAGES), dtype=torch.int64, device=device)
 
 
 def choose(
@@ -253,7 +253,7 @@ def choose(
     *,
     scale: float,
 ) -> list[KernelLaunch]:
-    """q fp32 [M, H, D] from `rope_store` -> chosen, see `new_chosen`, of the rows that choose: the pages with the
+    """q fp32 [M, H, D] from `rope_store` -> chosen, see `new_chosen`: for each row that chooses, the pages with the
     largest shares of attention. tokens: with the positions of the text. history: with the tables of all pages."""
     (_, H, D), KH, tables, count = q.shape, dense.num_kv_heads, history.tables, len(choices.choosers)
     layout, pages = SketchLayout(D), page_constants(dense, coded)
