@@ -19,6 +19,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
 from localllm.layers.low_rank import HEAD, Adapter, AppliedAdapter, LowRank
+from localllm.models.families import load_config
 from localllm.models.gpu_capabilities import is_ours
 from localllm.settings import EngineConfig
 from tests.adapters import write_peft_adapter
@@ -62,6 +63,7 @@ class Model:
 def made(folder: Path, family: str, weights: str, *adapters: dict[str, Any], kv: str = "bf16", **sizes: Any) -> Model:
     """The adapters have the scales 1, 0.5, ..."""
     peer, applied = write_checkpoint(folder / "model", family, **sizes), []
+    kv = kv if load_config(folder / "model").kv_shapes else "auto"
     engine = Engine.load(folder / "model", EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv))
     cache = AdapterCache(AdaptableLayers.of(engine.model), lambda: False, 1 << 30)
     for number, options in enumerate(adapters):
@@ -109,7 +111,7 @@ def test_prompts_and_steps_are_computed_as_operators_do(
 def test_every_matrix_of_rwkv7_takes_what_adapters_add(weights: str, tolerance: float, tmp_path: Path) -> None:
     """Those of its pairs of small ones, too."""
     write_checkpoint(tmp_path, "rwkv7", layers=2, hidden_size=32, head_dim=16, intermediate_size=64)
-    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv="bf16"))
+    engine = Engine.load(tmp_path, EngineConfig(device="cpu", dtype="fp32", weights=weights))
     linears = {linear.name: linear for block in engine.model.blocks for linear in block.body.linears}
     parts = {
         site: (LowRank(torch.randn(3, linear.in_features) * 0.1, torch.randn(linear.out_features, 3) * 0.1, 0),)

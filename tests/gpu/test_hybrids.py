@@ -12,6 +12,7 @@ from localllm.engine.engine import Engine
 from localllm.engine.step_types import Chunk
 from localllm.kernels.gpu.launch import recorded
 from localllm.models.decoder import without
+from localllm.models.families import load_config
 from localllm.models.gpu_capabilities import is_ours
 from localllm.models.gpu_program import GpuProgram
 from localllm.settings import EngineConfig
@@ -47,6 +48,7 @@ of_both = pytest.mark.parametrize("family", ["qwen3_5", "rwkv7"])
 
 def loaded(folder: Path, weights: str, kv: str = "int8", family: str = "qwen3_5") -> Engine:
     write_checkpoint(folder, family, layers=2, **OTHERS.get(family, SIZES))
+    kv = kv if load_config(folder).kv_shapes else "auto"
     engine = Engine.load(folder, EngineConfig(device="cpu", dtype="fp32", weights=weights, kv=kv, speculate="off"))
     assert all(is_ours(block, block.device) for block in engine.model.blocks)
     return engine

@@ -413,6 +413,7 @@ def test_the_check_finds_a_prompt_whose_bits_are_not_those_of_steps(factor, monk
 @pytest.mark.parametrize("wrong", [{"scale": 0.13}, {"window": 10}, {"sinks": None}, {}])
 def test_the_check_finds_attention_that_is_a_little_wrong(wrong, monkeypatch):
     """A scale of 0.13 instead of 0.125, a window where there is none, and no sinks where there are some."""
+    torch.manual_seed(0)
     attend, heads = check_attention.attend, replace(ONE_HEAD, has_sinks=True, has_growth=True)
     monkeypatch.setattr(check_attention, "attend", lambda *rest, **options: attend(*rest, **{**options, **wrong}))
     case = next(check_attention.attention_cases(CPU, heads))

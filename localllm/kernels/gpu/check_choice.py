@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,9 +39,11 @@ def choice_cases(device: torch.device, heads: Heads) -> Iterator[Case]:
         out = poisoned(count, H * D, device=device)
         q, _ = pages.by_kernels(qkv, rope, rows, out, options, is_prefill=is_prefill)
         addresses = _by_kernels(pages, q, out, rows, options, is_prefill=is_prefill)
-        known = [page.data_ptr() for page in pages.pages]
-        numbers = [[[known.index(at) for at in own[:-1]] for own in by_head] for by_head in addresses.tolist()]
-        loss, right = _by_operators(pages, q, numbers, options)
+        loss, right = math.inf, torch.zeros_like(out[-5:])
+        known = {page.data_ptr(): number for number, page in enumerate(pages.pages)}
+        if set(addresses[..., :-1].flatten().tolist()) <= known.keys():  # launches that are only listed write none
+            numbers = [[[known[at] for at in own[:-1]] for own in by_head] for by_head in addresses.tolist()]
+            loss, right = _by_operators(pages, q, numbers, options)
         yield Case(f"what is chosen by {heads}, {count} rows", loss, _LOSS)
         yield Case(f"attention to what is chosen by {heads}, {count} rows", error_of(out[-5:], right), ROUNDED)
 
