@@ -36,7 +36,6 @@ from torch import Tensor
 
 from benchmarks.measure import RESULTS, known, machine, markdown_table, save, write_section
 from benchmarks.quality import PAGE, Run, compared, cut_windows, increase, standard_error
-from localllm.cache.kv_eviction import LEAST_TOKENS
 from localllm.config import accepted, parsed_setting
 from localllm.engine.engine import Engine
 from localllm.engine.events import FinishedEvent, TokenEvent, TokenLogprob
@@ -44,7 +43,7 @@ from localllm.engine.prefix_config import NO_REUSE
 from localllm.engine.request import Request, SamplingParams, TokenMask
 from localllm.hub import locate
 from localllm.kernels.kv_page import PAGE_TOKENS
-from localllm.settings import EngineConfig
+from localllm.settings import SETTINGS, EngineConfig
 from localllm.text.tokenizer import Tokenizer
 
 BEGIN = "<!-- tables: written by `python -m benchmarks.context_quality` -->"
@@ -248,8 +247,9 @@ def default_settings(ctx: int) -> Iterator[Fields]:
         yield {"attend": f"top:{tokens // PAGE_TOKENS}"}
     for tokens in (ctx // share for share in SHARES):
         yield {"kv_evict": f"sinks:{tokens}"}
+    least = SETTINGS["kv_evict"].accepts.numbered["heavy"]
     for tokens in (ctx // share for share in SHARES):
-        yield {"kv_evict": f"heavy:{max(tokens, LEAST_TOKENS['heavy'])}"}
+        yield {"kv_evict": f"heavy:{max(tokens, least)}"}
 
 
 def measured(model: str, ctx: int, windows: Sequence[Window], settings: Sequence[Fields]) -> Iterator[Run]:

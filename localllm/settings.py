@@ -48,7 +48,7 @@ _OFF = ("off", "false", "no", "none", "never", "0gib", "0gb", "0b")  # as people
 class Accepts:
     """The values that a key takes. `low` and `high` are inclusive and bound numbers; `usual` is one that often does.
     prefix: of texts that are accepted beside the choices, whatever follows it. numbered: names that are accepted beside
-    the choices with a whole number from `low` to `high` behind a colon, NAME:N."""
+    the choices with a whole number behind a colon, NAME:N, each with its least; `high` is the largest of all."""
 
     kind: Literal["text", "texts", "table", "switch", "integer", "number", "bytes", "bytes or off"]
     low: float = 0
@@ -56,12 +56,15 @@ class Accepts:
     choices: tuple[str, ...] = ()
     usual: str = ""
     prefix: str = ""
-    numbered: tuple[str, ...] = ()
+    numbered: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
         if self.numbered:
             *others, last = (*self.choices, *(f"{name}:N" for name in self.numbered))
-            return f"{', '.join(others)} or {last}, where N is a whole number from {self.low:g} to {self.high}"
+            leasts = set(self.numbered.values())
+            lows = (f"{low} ({name})" if len(leasts) > 1 else str(low) for name, low in self.numbered.items())
+            low = " or ".join(dict.fromkeys(lows))
+            return f"{', '.join(others)} or {last}, where N is a whole number from {low} to {self.high}"
         if self.choices:
             return "one of " + ", ".join(self.choices) + (f", or {self.prefix}NAME" if self.prefix else "")
         if self.kind in ("integer", "number"):
@@ -97,22 +100,28 @@ class Accepts:
             meant = _as_whole_number(text)
             return str(meant) if meant is not None and self.low <= meant <= self.high else self.usual
         with contextlib.suppress(ValueError):
-            if math.isfinite(near := min(max(self.low, float(text)), self.high)):
+            number = float(text.removesuffix("%"))
+            if self.high <= 1 and self.low <= number / 100 <= self.high and (number > 1 or text.endswith("%")):
+                number /= 100  # a share in percent
+            if math.isfinite(near := min(max(self.low, number), self.high)):
                 return f"{near:g}"
         return self.usual
 
     def _likeliest_numbered(self, text: str) -> str:
-        name, _, number = text.replace("=", ":").rpartition(":")
-        names = difflib.get_close_matches(name, self.numbered, n=1) or self.numbered
+        if text in _OFF and self.choices:
+            return self.choices[0]
+        *names, number = text.replace("=", ":").rsplit(":", 1)
+        usual, _, usual_number = self.usual.partition(":")
+        name = next(iter(difflib.get_close_matches((names or [text])[0], self.numbered, n=1)), usual)
         meant = _as_whole_number(number)
-        return self.usual if meant is None else f"{names[0]}:{min(max(meant, self.low), self.high)}"
+        return f"{name}:{min(max(int(usual_number) if meant is None else meant, self.numbered[name]), int(self.high))}"
 
     def _has_prefix(self, text: str) -> bool:
         return bool(self.prefix) and text.startswith(self.prefix) and bool(text.removeprefix(self.prefix).strip())
 
     def _is_numbered(self, text: str) -> bool:
         found = re.fullmatch(r"(.+):([1-9]\d{0,17})", text, re.ASCII)
-        return found is not None and found[1] in self.numbered and self.low <= int(found[2]) <= self.high
+        return found is not None and self.numbered.get(found[1], math.inf) <= int(found[2]) <= self.high
 
     def allows(self, value: object) -> bool:
         match self.kind:
@@ -271,7 +280,7 @@ class EngineConfig:
         group=MACHINE,
     )  # fmt: skip
     kv_offload: str = setting(
-        "off", Accepts("text", low=256, high=2**31, choices=("off", "auto"), usual="keep:16384", numbered=("keep",)),
+        "off", Accepts("text", high=2**31, choices=("off", "auto"), usual="keep:16384", numbered={"keep": 256}),
         _MEASURED, "auto|keep:N",
         "Where keys and values of a long context rest. keep:N: those of N tokens of a sequence in memory, the others "
         "on the disk, from where every step reads them; the text stays the same. On a GPU: in its memory, the others "
@@ -279,7 +288,7 @@ class EngineConfig:
         group=MACHINE,
     )  # fmt: skip
     attend: str = setting(
-        "all", Accepts("text", 1, 65536, choices=("all",), usual="top:64", numbered=("top",)), _MEASURED + "bench",
+        "all", Accepts("text", high=65536, choices=("all",), usual="top:64", numbered={"top": 1}), _MEASURED + "bench",
         "all|top:N",
         "What the tokens of an answer attend to. all: everything before them. top:N: the first page of 64 tokens, the "
         "last two, and in each layer the N others whose keys promise most; faster behind long prompts, at some loss. "
@@ -287,7 +296,8 @@ class EngineConfig:
         group=MACHINE,
     )  # fmt: skip
     kv_evict: str = setting(
-        "off", Accepts("text", 64, 2**31, choices=("off",), usual="sinks:4096", numbered=("sinks", "heavy")),
+        # heavy: the first page, the newest, and one that is chosen.
+        "off", Accepts("text", high=2**31, choices=("off",), usual="sinks:4096", numbered={"sinks": 64, "heavy": 192}),
         _MEASURED, "RULE",
         "Give back the keys and values of a long text's middle: sinks:WINDOW, heavy:BUDGET or off. Memory is bounded, "
         "at a loss of quality. sinks: a token sees the first 64 tokens and the last WINDOW. heavy: of more than BUDGET "

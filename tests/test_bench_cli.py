@@ -131,7 +131,8 @@ def test_a_cap_from_the_settings_is_said_not_to_apply_to_random_weights(
 def test_what_the_settings_say_of_long_texts_is_not_measured(
     shape_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCALLLM_KV_EVICT", "heavy:64")  # which is too little, and would be refused
+    monkeypatch.setenv("LOCALLLM_KV_EVICT", "heavy:192")
+    monkeypatch.setenv("LOCALLLM_REUSE", "chunks")  # which contradict each other, and would be refused
     assert bench(shape_folder, *QUICK, "--rounds", "1").code == 0
 
 

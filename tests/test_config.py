@@ -236,11 +236,11 @@ def test_a_format_that_is_none_here_is_told_what_was_meant(config_file, typed, m
     assert refused(config_file, {"weights": typed}).fix == f"--weights {meant}"
 
 
-NUMBERED = Accepts("text", 16, 1024, choices=("off",), usual="sinks:64", numbered=("sinks", "heavy"))
+NUMBERED = Accepts("text", high=1024, choices=("off",), usual="sinks:64", numbered={"sinks": 16, "heavy": 32})
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("off", None), ("sinks:16", None), ("heavy:16", 16), ("heavy:1024", 1024)]
+    ("text", "number"), [("off", None), ("sinks:16", None), ("heavy:32", 32), ("heavy:1024", 1024)]
 )
 def test_a_name_may_have_a_number_behind_it(text, number):
     assert NUMBERED.allows(text) and number_of(text, "heavy") == number
@@ -251,19 +251,28 @@ def test_a_name_may_have_a_number_behind_it(text, number):
     [
         ("sinks:15", "sinks:16"),
         ("heavy:1025", "heavy:1024"),
-        ("heavi:20", "heavy:20"),
-        ("heavy:1e1", "heavy:16"),
+        ("heavi:40", "heavy:40"),
+        ("heavy:1e1", "heavy:32"),
+        ("heavy:31", "heavy:32"),
+        ("heavy", "heavy:64"),
+        ("none", "off"),
         ("sinks=32", "sinks:32"),
         ("sinks:032", "sinks:32"),
         ("sinks:+32", "sinks:64"),
-        ("heavy:", "sinks:64"),
+        ("heavy:", "heavy:64"),
         ("20", "sinks:20"),
         ("", "sinks:64"),
     ],
 )
 def test_a_number_out_of_its_range_is_refused_with_the_nearest(text, meant):
     assert not NUMBERED.allows(text) and NUMBERED.likeliest(text) == meant
-    assert NUMBERED.describe() == "off, sinks:N or heavy:N, where N is a whole number from 16 to 1024"
+    described = "off, sinks:N or heavy:N, where N is a whole number from 16 (sinks) or 32 (heavy) to 1024"
+    assert NUMBERED.describe() == described
+
+
+@pytest.mark.parametrize(("text", "meant"), [("30%", "0.3"), ("70", "0.7"), ("0.2", "0.2"), ("101", "0.99")])
+def test_a_share_in_percent_is_understood(text, meant):
+    assert Accepts("number", 0.01, 0.99, usual="0.5").likeliest(text) == meant
 
 
 def test_a_wrong_flag_names_itself(config_file):

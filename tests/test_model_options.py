@@ -93,12 +93,6 @@ def test_what_contradicts_eviction_is_refused(other: dict[str, str], why: str) -
     require_agreement(replace(wanted, kv_evict="off"))
 
 
-def test_a_budget_below_the_least_is_refused() -> None:
-    with pytest.raises(UsageError) as caught:
-        require_agreement(EngineConfig(kv_evict="heavy:128"))
-    assert "192" in caught.value.why and caught.value.fixes == (Fix.flag("--kv-evict", "heavy:192"),)
-
-
 @pytest.fixture
 def stateful(own_folders: None, tmp_path: Path) -> Path:
     checkpoints.write_checkpoint(tmp_path / "model", "mamba2")

@@ -13,7 +13,6 @@ from localllm.kernels.sizes import PAGE_TOKENS
 
 # Tokens of a forward that pages are reserved for where earlier ones leave; a longer one lets the pools grow meanwhile.
 FORWARD_TOKENS = 2560
-LEAST_TOKENS = {"sinks": 64, "heavy": 192}  # of the first page, of the newest ones, of one that was chosen
 MOST_TOKENS = 2**31
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from localllm.cache.kv_eviction import LEAST_TOKENS, Eviction
+from localllm.cache.kv_eviction import Eviction
 from localllm.errors import Fix, UsageError
-from localllm.kernels.sizes import PAGE_TOKENS
 from localllm.layers.config import AttentionConfig
 from localllm.settings import EngineConfig
 
@@ -76,14 +75,9 @@ EVICTION_AND_MOVED = "--kv-evict removes pages by what each token attends to, an
 
 
 def require_agreement(wanted: EngineConfig) -> None:
-    """Raise UsageError for settings that contradict each other with any model, and for a budget that is too small."""
-    eviction = Eviction.of(wanted.kv_evict)
-    if eviction is None:
+    """Raise UsageError for settings that contradict each other with any model."""
+    if Eviction.of(wanted.kv_evict) is None:
         return
-    what, least = f"--kv-evict {wanted.kv_evict}", LEAST_TOKENS[eviction.kind]
-    if eviction.tokens < least:
-        why = f"the least budget is {least} tokens: the first page of {PAGE_TOKENS}, the newest, and one that is chosen"
-        raise UsageError(f"{what} is not possible", why=why, fix=Fix.flag("--kv-evict", f"{eviction.kind}:{least}"))
     contradictions = {
         "kv_offload": "what has left is read by no token, and needs no room on the disk",
         "attend": "--attend chooses among all pages before a token, and --kv-evict removes some of them",
@@ -95,7 +89,7 @@ def require_agreement(wanted: EngineConfig) -> None:
             # Both are named: one of them may be stored, and comes again where it is left out.
             pairs = (flag, off, "--kv-evict", wanted.kv_evict), (flag, value, "--kv-evict", "off")
             fixes = [Fix.flag(*pair) for pair in pairs]
-            raise UsageError(f"{what} and {flag} {value} cannot go together", why=why, fix=fixes)
+            raise UsageError(f"--kv-evict {wanted.kv_evict} and {flag} {value} cannot go together", why=why, fix=fixes)
 
 
 def require_effect(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
