@@ -56,6 +56,11 @@ def refused(*arguments: str, code: int = 2) -> str:
 # Saved
 
 
+def test_settings_that_contradict_each_other_are_not_saved(folder: Path) -> None:
+    said = refused("preset", "save", "long", "--attend", "top:8", "--kv-evict", "sinks:64")
+    assert "cannot go together" in said and not folder.exists()
+
+
 def test_a_preset_is_a_file_of_what_was_typed(mario: Path) -> None:
     assert tomllib.loads(mario.read_text()) == {"model": "tiny", **VALUES}
     assert mario.stat().st_mode & 0o077 == 0 and [each.name for each in mario.parent.iterdir()] == ["mario.toml"]
@@ -65,7 +70,7 @@ def test_every_setting_comes_back_as_it_was_saved(folder: Path) -> None:
     values = {
         "model": "tiny", "ctx": 64, "ram": 8 * 10**9, "vram": 3 << 30, "device": "cpu", "dtype": "fp32",
         "weights": "int8", "kv": "bf16", "kv_offload": "keep:512", "attend": "top:3",
-            "kv_evict": "sinks:4096", "reuse": "chunks", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
+        "kv_evict": "off", "reuse": "chunks", "speculate": "off", "draft_tokens": 0, "cache_disk": 0,
         "adapter": ("fox:0.5", "/a b/owl"), "adapter_memory": 5 << 20,
         "threads": 2, "max_tokens": 9,
         "temperature": 1e-05, "top_k": 3, "top_p": 0.1, "min_p": 0.05, "typical_p": 0.5, "repetition_penalty": 1.1,

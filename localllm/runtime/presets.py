@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from localllm.config import Origin, ResolvedSettings, accepted, shown_setting, u
 from localllm.errors import Fix, ModelNotFoundError, SettingsError, UsageError
 from localllm.present import is_there
 from localllm.registry import BUILT_IN, load_registry
-from localllm.settings import SETTINGS
+from localllm.settings import SETTINGS, EngineConfig
 from localllm.toml_file import TomlFile
 
 # What is about a machine or a user, not about the answers of a model, stays in config.toml.
@@ -120,9 +120,11 @@ def save_preset(name: str, values: Mapping[str, Any], *, replaces: bool) -> Path
     """Write a preset of these settings, `model` among them; those that are None, or empty texts, are left out. Returns
     its file.
 
-    replaces: also where there is one of that name. Raises UsageError for a name that cannot be used, and for one that
-    is taken; SettingsError where the file cannot be written.
+    replaces: also where there is one of that name. Raises UsageError for a name that cannot be used or is taken, and
+    for settings that contradict each other; SettingsError where the file cannot be written.
     """
+    from localllm.engine.model_options import require_agreement
+
     name = name.removesuffix(_TAG)
     if reason := _refusal(name):
         raise UsageError(f"a preset cannot be called {name[:80]!r}", why=reason, fix=Fix.command("preset", "list"))
@@ -131,6 +133,8 @@ def save_preset(name: str, values: Mapping[str, Any], *, replaces: bool) -> Path
         why = f"it is in {there}"
         raise UsageError(f"there is a preset {there.stem!r} already", why=why, fix=Fix.flag("--replace"))
     path = there or presets_folder() / f"{name}.toml"
+    given = {key.name: values[key.name] for key in fields(EngineConfig) if values.get(key.name) is not None}
+    require_agreement(EngineConfig(**given))
     lines = [f"{key} = {_toml(key, values[key])}\n" for key in PRESET_SETTINGS if values.get(key) not in (None, (), "")]
     from localllm.whole_file import write_whole
 
