@@ -275,6 +275,13 @@ def test_perplexity_of_files_is_of_the_tokens_of_all_each_file_from_its_beginnin
     assert both["perplexity"] == pytest.approx(math.exp(both["nll"]))
 
 
+def test_an_empty_file_is_named_before_others_are_measured(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("once upon a time")
+    (tmp_path / "b.txt").write_text("")
+    refused = run_cli("perplexity", model, "-f", tmp_path / "a.txt", "-f", tmp_path / "b.txt")
+    assert refused.code == 2 and f"{tmp_path / 'b.txt'}: there is nothing to predict" in refused.err
+
+
 @pytest.mark.parametrize("line", ["list", "list --all", "show mistral-7b", "config show --origin", "doctor"])
 def test_every_listing_is_json_where_asked(line: str) -> None:
     assert run_cli(*line.split(), "--json").json["schema_version"] == 1

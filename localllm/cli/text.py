@@ -113,9 +113,15 @@ def perplexity_command(context: typer.Context, **flags: Any) -> None:
         def measured() -> Any:
             from localllm.engine.perplexity import Perplexity
 
-            ids = (engine.tokenizer.encode(text, bos=True) for text in texts)
-            each = [engine.perplexity(text, ctx=selection.settings.ctx, progress=show) for text in ids]
-            return Perplexity.of_all(each)
+            ids = [engine.tokenizer.encode(text, bos=True) for text in texts]
+            for path, of_file in zip(flags["file"], ids, strict=True):
+                if len(of_file) < 2:
+                    why = "the first token is predicted by nothing; a text needs two or more"
+                    fix = Fix.advice(f"leave {path} out, or give it a text")
+                    raise UsageError(f"--file {path}: there is nothing to predict", why=why, fix=fix)
+            return Perplexity.of_all(
+                [engine.perplexity(each, ctx=selection.settings.ctx, progress=show) for each in ids]
+            )
 
         result = on_a_thread(measured)
     shown = result.perplexity if math.isfinite(result.perplexity) else None  # JSON has no infinity
