@@ -35,8 +35,8 @@ class Fix:
         return cls("flag", tuple(map(str, words)))
 
     @classmethod
-    def without(cls, flag: str) -> Fix:
-        return cls("without", (flag,))
+    def without(cls, *flags: str) -> Fix:
+        return cls("without", flags)
 
     @classmethod
     def command(cls, *words: object) -> Fix:
@@ -76,7 +76,7 @@ class Fix:
     def __str__(self) -> str:
         match self.kind:
             case "without":
-                return f"leave {self.words[0]} out"
+                return f"leave {' and '.join(self.words)} out"
             case "refetch":
                 name = shlex.quote(self.words[0])
                 return f"localllm rm {name} && localllm pull {name}"

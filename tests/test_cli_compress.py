@@ -97,6 +97,24 @@ def test_what_cannot_be_honoured_is_refused(
     assert result.code != 0 and what in result.err and len(result.error_lines) == 4, result.err
 
 
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ("-p hi --compress 0.5 --compress-with tiny", "localllm run tiny -p hi"),
+        (
+            "--raw -p hi --compress 0.5 --compress-with tiny",
+            "localllm run tiny -p hi --compress 0.5 --compress-with tiny\nor:    localllm run tiny --raw -p hi",
+        ),
+        ("--batch f --compress 0.5", "localllm run tiny --batch f"),
+        ("--compress 0.5", "localllm run tiny --compress 0.5 -p 'Tell me a tale about a fox.'"),
+    ],
+)
+def test_the_fix_of_an_idle_flag_is_the_typed_line_without_all_that_needs_it(flags: str, fix: str) -> None:
+    refused = run_cli("run", "tiny", *flags.split())
+    assert refused.code == 2 and f"\nfix:   {fix}\nmore:" in refused.err
+    assert ("--compress cannot do without one" in refused.err) == ("no prompt" in refused.err)
+
+
 def test_a_job_is_not_compressed(tmp_path: Path) -> None:
     result = run_cli("run", "tiny", "--batch", tmp_path / "any.jsonl", "--compress", "0.5")
     assert result.code == 2 and "--compress and --batch cannot go together" in result.err
@@ -130,7 +148,7 @@ def test_where_a_file_does_not_fit_the_share_is_named_with_which_it_does(tmp_pat
     assert "--compress" not in run_cli(*line).err
 
 
-@pytest.mark.parametrize(("ratio", "ctx", "fix"), [("0.7", (), "--compress 0."), ("0.3", ("--ctx", "256"), "--ctx 8")])
+@pytest.mark.parametrize(("ratio", "ctx", "fix"), [("0.7", (), "--compress 0."), ("0.3", ("--ctx", "256"), "--ctx 7")])
 def test_what_does_not_fit_with_that_share_either_is_refused_before_a_judge_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: str, ctx: tuple[str, ...], fix: str
 ) -> None:
@@ -140,5 +158,8 @@ def test_what_does_not_fit_with_that_share_either_is_refused_before_a_judge_is_l
         patch.setattr(EngineThread, "submit", None)
         refused = compress(path, *ctx, ratio=ratio)
     assert refused.code == 5 and "would stay" in refused.err
+    whole = run_cli("run", "tiny", "-f", path, "-p", QUESTION, *ctx, "--overflow", "stop", "--private").err
+    count = whole.partition("the prompt has ")[2].split()[0]
+    assert count and f"of its {int(count):,} tokens" in refused.err
     line = refused.error_lines[2].removeprefix("fix:   localllm ")
     assert fix in line and run_cli(*shlex.split(line)).code == 0

@@ -33,11 +33,13 @@ class Bar:
 
 @dataclass(frozen=True)
 class Tried:
-    """A model that was asked. confidence: in its answer, 0 to 1; None where nothing was judged."""
+    """A model that was asked. confidence: in its answer, 0 to 1; None where nothing was judged. fault: as of
+    `Judgement`."""
 
     model: str
     confidence: float | None
     is_accepted: bool
+    fault: str = ""
 
     def fields(self) -> dict[str, Any]:
         """Return it for the JSON forms."""
@@ -47,7 +49,7 @@ class Tried:
     def reason(self, bar: Bar) -> str:
         """Return in words how the confidence compares."""
         if self.confidence is None:
-            return "what it says cannot be given"
+            return self.fault
         return f"confidence {self.confidence:.2f}, {bar.accept:g} is enough"
 
     def __str__(self) -> str:
@@ -56,11 +58,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class Judgement:
-    """place: of the answer that is given if it is accepted. confidence: None where none could be given."""
+    """place: of the answer that is given if it is accepted. confidence: None where none could be given. fault: why
+    the first of them could not."""
 
     place: int = 0
     confidence: float | None = None
     is_accepted: bool = False
+    fault: str = ""
 
 
 def judged(bar: Bar, texts: Sequence[str], endings: Sequence[FinishedEvent]) -> Judgement:
@@ -73,10 +77,10 @@ def judged(bar: Bar, texts: Sequence[str], endings: Sequence[FinishedEvent]) -> 
     said = {
         place: " ".join(text.casefold().split()).rstrip(".!")
         for place, (text, finished) in enumerate(zip(texts, endings, strict=True))
-        if text.strip() and _is_whole(finished)
+        if not _fault(text, finished)
     }
     if not said:
-        return Judgement()
+        return Judgement(fault=_fault(texts[0], endings[0]))
     most, votes = Counter(said.values()).most_common(1)[0]
     place = next(place for place, text in said.items() if text == most)
     confidence = votes / len(texts)
@@ -86,6 +90,12 @@ def judged(bar: Bar, texts: Sequence[str], endings: Sequence[FinishedEvent]) -> 
     return Judgement(place, confidence, confidence >= bar.accept)
 
 
-def _is_whole(finished: FinishedEvent) -> bool:
-    is_cut = finished.ctx is not None and is_cut_by_context(finished, finished.ctx)
-    return finished.meets_grammar is not False and not is_cut
+def _fault(text: str, finished: FinishedEvent) -> str:
+    """Return why an answer cannot be given; "" where it can."""
+    if finished.ctx is not None and is_cut_by_context(finished, finished.ctx):
+        return f"its answer was cut, as its context of {finished.ctx} tokens is full"
+    if finished.meets_grammar is False:
+        num_tokens = finished.usage.completion_tokens
+        cut = f"was cut after {num_tokens} token{'s' * (num_tokens != 1)}, and "
+        return f"its answer {cut if finished.finish_reason == 'length' else ''}does not have the form"
+    return "" if text.strip() else "its answer is empty"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,22 @@ from localllm.cli.options import number, option, refuse_together
 from localllm.errors import Fix, UsageError
 from localllm.registry import BUILT_IN
 from localllm.runtime.engine_loader import check
-from localllm.runtime.selection import Selection
+from localllm.runtime.selection import Selection, is_model
 from localllm.settings import ANSWER
 
+_CHOOSES = "a cascade chooses the answer itself"
+# Why --cascade does not go with other flags.
 _EXCLUSIVE = {
-    "--cascade --adapter": "an adapter fits one model",
-    "--cascade --logit-bias": "a token has another id in each model",
-    "--cascade --n --best-of --beams": "a cascade chooses the answer itself",
-    "--cascade --batch": "a job is answered by one model",
-    "--cascade --show-prompt": "each model has a prompt of its own",
-    "--cascade --ray": "replicas are of one model",
+    "--adapter": "an adapter fits one model",
+    "--logit-bias": "a token has another id in each model",
+    "--n": _CHOOSES,
+    "--best-of": _CHOOSES,
+    "--beams": _CHOOSES,
+    "--show-prompt": "each model has a prompt of its own",
+    "--ray": "replicas are of one model",
 }
+_NOT_BATCH = {"--cascade --batch": "a job is answered by one model"}
+_ONE_MODEL = Fix.without("--cascade", "--accept", "--agree")
 CASCADE_OPTIONS = (
     option(
         "--cascade",
@@ -120,13 +126,20 @@ def cascade_of(flags: Mapping[str, Any]) -> CascadeFlags | None:
                 why = "it says when the answer of a cascade's model is sure enough"
                 raise UsageError(f"--{name} needs --cascade", why=why, fix=[_named(), Fix.without(f"--{name}")])
         return None
-    refuse_together(flags, _EXCLUSIVE)
+    for other, why in _EXCLUSIVE.items():
+        refuse_together(flags, {f"--cascade {other}": why}, [Fix.without(other), _ONE_MODEL])
+    refuse_together(flags, _NOT_BATCH, _ONE_MODEL)
     names = tuple(name.strip() for name in text.split(","))
     if len(names) < 2 or not all(names):
         why = "it must be two models or more, the cheapest first, with commas between"
-        raise UsageError(f"--cascade is {text[:80]!r}", why=why, fix=_named(*filter(None, names)))
+        raise UsageError(f"--cascade is {text[:80]!r}", why=why, fix=_named(*filter(None, _separated(names))))
     bar = Bar(flags["accept"] or DEFAULT_ACCEPT, flags["agree"] or 1)
     return CascadeFlags(names, bar, takes_prompt="prompt" in flags)
+
+
+def _separated(names: Sequence[str]) -> list[str]:
+    """Return the names, those apart that have a semicolon or a blank in place of the comma."""
+    return [part for name in names for part in ([name] if is_model(name) else re.split(r"[;\s]+", name))]
 
 
 def _named(*names: str) -> Fix:

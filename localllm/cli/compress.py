@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.chat.compression import HIGHEST, LOWEST, Compressible, Compression, Judge, Reading, compressible
 from localllm.cli.context import CliContext
-from localllm.cli.options import complete_models, number, option
+from localllm.cli.options import complete_models, number, option, refuse_together
 from localllm.cli.prompt import argument_text
 from localllm.cli.source import Source
 from localllm.config import ResolvedSettings
@@ -42,18 +42,18 @@ COMPRESS_OPTIONS = (
         group=PROMPT,
     ),
 )
-# Why --compress does not go with other flags.
-COMPRESSED_ALONE = {
-    "--compress --raw": "a raw text has no question beside which the rest of it is judged",
-    "--compress --batch": "the prompts of a job are answered as they are",
-}
+_NOT_RAW = {"--compress --raw": "a raw text has no question beside which the rest of it is judged"}
+_NOT_BATCH = {"--compress --batch": "the prompts of a job are answered as they are"}
+_WHOLE = Fix.without("--compress", "--compress-with")
 _SURE = 1.02  # sentences that have moved together may be of fewer tokens
 _WORTH = 0.1  # of a text: what is left of less says little
 _OF_MACHINE = ("device", "ram", "vram", "threads", "offline", "private")  # settings that the judge shares
 
 
-def refuse_idle_judge(flags: Mapping[str, Any]) -> None:
-    """Raises UsageError for a judge without anything to judge."""
+def refuse_idle_compression(flags: Mapping[str, Any]) -> None:
+    """Raises UsageError where nothing can be removed, and for a judge without anything to judge."""
+    refuse_together(flags, _NOT_RAW, [Fix.without("--raw"), _WHOLE])
+    refuse_together(flags, _NOT_BATCH, _WHOLE)
     if flags["compress_with"] is not None and flags["compress"] is None:
         why = "without it the prompt stays as it is"
         raise UsageError("--compress-with needs --compress", why=why, fix=Fix.flag("--compress", 0.5))
@@ -82,7 +82,7 @@ def _require_room(selection: Selection, source: Source, may_leave: float, ratio:
 
     settings, longest = selection.settings, load_config(selection.files.directory).longest_context
     limit = longest if settings.overflow == "grow" or settings.ctx is None else min(longest, settings.ctx)
-    num_tokens = len(tokenizer.encode(source.render(selection.files.directory, selection.resolved)))
+    num_tokens = len(tokenizer.encode(source.render(selection.files.directory, selection.resolved), special=True))
     least = round(num_tokens - (1 - ratio) * may_leave)
     if settings.overflow == "evict" or least <= _SURE * limit:
         return
@@ -112,7 +112,7 @@ def compressed(
     whole = compressible(source.chat.messages, question, list(source.verbatim.values()))
     if not whole.passages:
         why = "files, piped text and the user's messages have no prose but what is asked; code and tables stay"
-        raise UsageError("--compress has nothing to remove", why=why, fix=Fix.without("--compress"))
+        raise UsageError("--compress has nothing to remove", why=why, fix=_WHOLE)
     judge, tokenizer = _judge_of(selection.resolved, flags["compress_with"]), Tokenizer.load(selection.files.directory)
     if flags["cascade"] is None:  # the next model may have room for it
         _require_room(selection, source, whole.cost(tokenizer), flags["compress"], tokenizer)

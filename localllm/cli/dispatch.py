@@ -156,7 +156,7 @@ def _other_name(arguments: Sequence[str]) -> list[str] | None:
 
 _LONG_FLAG = re.compile(r"--[a-z]")
 # Flags that a fix leaves out, and that take no value.
-_SWITCHES = frozenset({"--new-key", "--also-ollama-port", "--metrics", "--ray"})
+_SWITCHES = frozenset({"--new-key", "--also-ollama-port", "--metrics", "--ray", "--raw", "--show-prompt"})
 
 
 def _without_flag(arguments: list[str], flag: str) -> list[str]:
@@ -189,7 +189,10 @@ def _to_paste(fix: Fix, arguments: list[str]) -> Fix:
                 added = ("--adapter", adapter)
                 return _line(_with_flags(changed, added), f"the same command with {base} {' '.join(added)}")
         case "without":
-            return _line(_without_flag(arguments, fix.words[0]), "the same command without it")
+            kept = arguments
+            for flag in fix.words:
+                kept = _without_flag(kept, flag)
+            return _line(kept, f"the same command without {' and '.join(fix.words)}")
         case "flag":
             kept = arguments
             if fix.words == ("--device", "cpu"):  # where a limit of a GPU's memory is refused

@@ -152,7 +152,7 @@ class AnswerPrinter:
             output.note("stopped before the answer was judged")
             return [*answers]
         judgement = judged(bar, [answer.said for answer in answers], [_ending(answer) for answer in answers])
-        tried.append(Tried(self.files.name, judgement.confidence, judgement.is_accepted))
+        tried.append(Tried(self.files.name, judgement.confidence, judgement.is_accepted, judgement.fault))
         is_told = output.animated or self.printing.statistics
         if not judgement.is_accepted:
             if is_told:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from localllm.config import flag_fix
-from localllm.errors import Fix, UsageError
+from localllm.errors import Fix, Fixes, UsageError
 from localllm.settings import MACHINE, OUTPUT, SAMPLING, SETTINGS, Accepts, Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -395,7 +395,7 @@ def parse_logit_bias(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str], fix: Fix | str = "") -> None:
+def refuse_together(flags: Mapping[str, Any], exclusive: Mapping[str, str], fix: Fixes = "") -> None:
     """Raises UsageError for two flags that contradict each other.
 
     exclusive: why, by the flags: "--raw --think --stop" says that --raw goes with neither of the other two.

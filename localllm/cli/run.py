@@ -24,7 +24,7 @@ from localllm.chat.tool_words import adapted
 from localllm.cli import options
 from localllm.cli.cascade import CASCADE_OPTIONS, cascade_of
 from localllm.cli.choices import CHOICE_OPTIONS, AnswerChoice, choice_of
-from localllm.cli.compress import COMPRESS_OPTIONS, COMPRESSED_ALONE, compressed, compressing, refuse_idle_judge
+from localllm.cli.compress import COMPRESS_OPTIONS, compressed, compressing, refuse_idle_compression
 from localllm.cli.context import CliContext, cli_context
 from localllm.cli.generate import AnswerPrinter, Printing
 from localllm.cli.options import (
@@ -111,7 +111,6 @@ EXCLUSIVE = {
     "--schema --regex --grammar": _ONE_FORM,
     "--regex --grammar": _ONE_FORM,
     "--show-prompt --schema --regex --grammar --strict": _NOTHING_GENERATED,
-    **COMPRESSED_ALONE,
 }
 
 
@@ -328,7 +327,7 @@ def _refuse_conflicts(flags: Mapping[str, Any]) -> None:
     """Raises UsageError for flags that contradict each other, and for one that would have no effect."""
     refuse_together(flags, EXCLUSIVE)
     refuse_idle_strict(flags)
-    refuse_idle_judge(flags)
+    refuse_idle_compression(flags)
     if flags["raw"] and flags["overflow"] == "evict":
         why = "a plain text has no turns that could leave the context"
         raise UsageError("--raw and --overflow evict cannot go together", why=why, fix=Fix.flag("--overflow", "grow"))

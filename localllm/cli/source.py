@@ -121,18 +121,24 @@ def read_source(output: Output, text: str | None, flags: Mapping[str, Any], syst
     parts.append(None if text is None else argument_text(text, "the prompt"))
     prompt = join_parts([part for part in parts if part])
     if not (prompt if flags["raw"] else prompt.strip()):
-        piped = "what is piped in is the answer's form" if is_form_piped else "nothing is piped in"
-        raise UsageError(
-            "there is no prompt",
-            why=f"none on the command line, and {piped}" if text is None and not any(parts) else "it is blank",
-            fix=Fix.flag("-p", "TEXT") if is_form_piped else Fix.command("run", MODEL, "Tell me a tale about a fox."),
-        )
+        raise _no_prompt(flags, is_form_piped=is_form_piped, is_blank=text is not None or any(parts))
     if flags["raw"]:
         return Source(raw=prompt)
     # A shell or an editor ends a text with a newline that nobody means; a prompt that was typed stays as it is.
     question = prompt if text else prompt.rstrip("\n")
     verbatim = {str(path): content.strip("\n") for path, content in files if path.suffix.lower() not in _PROSE}
     return replace(asked(question, argument_text(system, "--system") if system else None), verbatim=verbatim)
+
+
+def _no_prompt(flags: Mapping[str, Any], *, is_form_piped: bool, is_blank: bool) -> UsageError:
+    what, fox = "there is no prompt", "Tell me a tale about a fox."
+    if is_blank and not is_form_piped:
+        return UsageError(what, why="it is blank", fix=Fix.command("run", MODEL, fox))
+    piped = "what is piped in is the answer's form" if is_form_piped else "nothing is piped in"
+    needing = [f"--{name}" for name in ("cascade", "compress") if flags[name] is not None]
+    needed = f"; {' and '.join(needing)} cannot do without one" if needing else ""
+    why = "it is blank" if is_blank else f"none on the command line, and {piped}{needed}"
+    return UsageError(what, why=why, fix=Fix.flag("-p", "TEXT" if is_form_piped else fox))
 
 
 def _read_file(path: Path, output: Output, *, is_raw: bool) -> str:

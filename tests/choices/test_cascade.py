@@ -125,13 +125,20 @@ def test_of_drafts_the_most_frequent_one_is_judged_by_its_share(texts: Sequence[
 
 
 @pytest.mark.parametrize(
-    "finished",
-    [ending(-0.01, meets=False), ending(-0.01, used=64, reason="length"), ending(None)],
-    ids=["grammar", "context", "nothing"],
+    ("finished", "fault"),
+    [
+        (ending(-0.01, meets=False), "answer does not have the form"),
+        (ending(-0.01, meets=False, reason="length"), "cut after 1 token, and does not have the form"),
+        (ending(-0.01, used=64, reason="length"), "its context of 64 tokens is full"),
+        (ending(None), ""),
+    ],
+    ids=["grammar", "cut", "context", "nothing"],
 )
-def test_what_is_no_whole_answer_is_never_given(finished: FinishedEvent) -> None:
-    assert not judged(Bar(0.001), ["Paris"], [finished]).is_accepted
+def test_what_is_no_whole_answer_is_never_given(finished: FinishedEvent, fault: str) -> None:
+    judgement = judged(Bar(0.001), ["Paris"], [finished])
+    assert not judgement.is_accepted and fault in judgement.fault
     assert not judged(Bar(0.001), [" "], [ending(-0.01)]).is_accepted
+    assert judged(Bar(0.001), [" "], [ending(-0.01)]).fault == "its answer is empty"
     assert judged(Bar(1.0), ["Paris"], [ending(0.0)]).is_accepted
 
 
@@ -195,6 +202,10 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
         ("run -p hi", "{sure},,{unsure}", "localllm run -p hi --cascade {sure},{unsure}"),
         ("run -p hi", "{unsure},{sure},{unsure}", "localllm run -p hi --cascade {unsure},{sure}"),
         ("run -p hi", "tiny", "name two models of `localllm list`, the cheaper first: --cascade SMALL,LARGE"),
+        ("run -p hi", "{sure};{unsure}", "localllm run -p hi --cascade {sure},{unsure}"),
+        ("run", "{sure},{unsure}", "localllm run --cascade {sure},{unsure} -p 'Tell me a tale about a fox.'"),
+        ("run --batch f --accept 0.5", "{sure},{unsure}", "localllm run --batch f"),
+        ("run -p hi --n 2", "{sure},{unsure}", "localllm run -p hi --cascade {sure},{unsure}"),
         ("run tale", "{sure},{unsure}", "leave 'tale' out, or write -p tale where it is the prompt"),
         ("serve tiny", "{sure},{unsure}", "leave 'tiny' out"),
     ],
