@@ -36,7 +36,10 @@ def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model
         "kv_evict": near or latent,
         "reuse": why_not_moved(config),
     }
-    return _idle(wanted, reasons, f"with {name}", [])
+    found = _idle(wanted, reasons, f"with {name}", [])
+    if latent and eviction is not None and not near:
+        found["kv_evict"].fix = Fix.flag("--kv-evict", f"sinks:{eviction.tokens}")
+    return found
 
 
 def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str, UsageError]:
@@ -93,7 +96,7 @@ def require_agreement(wanted: EngineConfig) -> None:
 
 
 def require_effect(config: ModelConfig, wanted: EngineConfig, device: str) -> None:
-    """Raise UsageError for what contradicts itself, or cannot take effect."""
-    require_agreement(wanted)
+    """Raise UsageError for what cannot take effect, or contradicts itself."""
     for error in (idle_with(config, wanted) | idle_on(device, wanted)).values():
         raise error
+    require_agreement(wanted)

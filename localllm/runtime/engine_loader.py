@@ -78,9 +78,14 @@ def refuse_idle_vram(resolved: ResolvedSettings) -> None:
 
 
 def _refuse_typed(resolved: ResolvedSettings, idle: Mapping[str, UsageError]) -> None:
-    for name, error in idle.items():
-        if resolved.origins[name].kind == "flag":
-            raise error
+    typed = [name for name in idle if resolved.origins[name].kind == "flag"]
+    if not typed:
+        return
+    error, flags = idle[typed[0]], ["--" + name.replace("_", "-") for name in typed]
+    if len(typed) > 1:
+        error.why += f"; neither can {' and '.join(flags[1:])}"
+        error.fix = Fix.without(*flags)
+    raise error
 
 
 def possible(
@@ -95,13 +100,14 @@ def possible(
     to_cpu: as `idle_on` has it. Raises as `engine_config`."""
     from localllm.engine.model_options import TO_CPU, idle_on, idle_with, require_agreement
 
-    require_agreement(wanted)
     on_device = idle_on(device, wanted, to_cpu or TO_CPU)
     _refuse_typed(resolved, on_device)
     idle = idle_with(model, wanted) | on_device
     for name, error in idle.items():
         tell(f"the setting {name} from {resolved.origins[name].where} is left aside: {error.why}")
-    return replace(wanted, **{name: getattr(EngineConfig, name) for name in idle})
+    kept = replace(wanted, **{name: getattr(EngineConfig, name) for name in idle})
+    require_agreement(kept)
+    return kept
 
 
 def with_room_for_adapters(settings: Settings) -> EngineConfig:
