@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer
 
 LOWEST, HIGHEST = 0.01, 0.99  # of what is kept
+_WORTH = 0.1  # of a text: what is left of less says little
 _WINDOW = 2048  # tokens that the judge reads at once: attention to more costs more than it tells
 _OVERLAP = 64  # of them were scored with the window before
 _QUESTION_SHARE = 4  # a quarter of a window may be the question
@@ -227,6 +228,14 @@ def compressible(messages: Sequence[Message], question: str = "", verbatim: Sequ
         if words := words_of(text, [(0, lead), (begin, len(text)), *kept]):
             passages.append(Passage(place, text, words))
     return Compressible(messages, tuple(passages), asked)
+
+
+def fitting(may_leave: float, num_tokens: int, ctx: int) -> float | None:
+    """Return the share to keep with which a prompt fits into a context; None where there is none that is worth it.
+    may_leave: tokens of the prompt's num_tokens."""
+    too_many = num_tokens - ctx * 4 // 5  # a fifth is for the answer
+    ratio = int(100 - 100 * too_many / may_leave) / 100 if may_leave else 0.0
+    return ratio if _WORTH <= ratio <= HIGHEST else None
 
 
 def _question(text: str) -> tuple[int, int]:

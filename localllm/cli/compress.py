@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.chat.compression import HIGHEST, LOWEST, Compressible, Compression, Judge, Reading, compressible
+from localllm.chat.compression import HIGHEST, LOWEST, Compressible, Compression, Judge, Reading, compressible, fitting
 from localllm.cli.context import CliContext
 from localllm.cli.options import complete_models, number, option, refuse_together
 from localllm.cli.prompt import argument_text
@@ -46,7 +46,6 @@ _NOT_RAW = {"--compress --raw": "a raw text has no question beside which the res
 _NOT_BATCH = {"--compress --batch": "the prompts of a job are answered as they are"}
 _WHOLE = Fix.without("--compress", "--compress-with")
 _SURE = 1.02  # sentences that have moved together may be of fewer tokens
-_WORTH = 0.1  # of a text: what is left of less says little
 _OF_MACHINE = ("device", "ram", "vram", "threads", "offline", "private")  # settings that the judge shares
 
 
@@ -71,9 +70,8 @@ def compressing(
 
 
 def _fitting(may_leave: float, num_tokens: int, ctx: int) -> list[Fix]:
-    too_many = num_tokens - ctx * 4 // 5  # a fifth is for the answer
-    ratio = int(100 - 100 * too_many / may_leave) / 100 if may_leave else 0.0
-    return [Fix.flag("--compress", ratio)] if _WORTH <= ratio <= HIGHEST else []
+    ratio = fitting(may_leave, num_tokens, ctx)
+    return [] if ratio is None else [Fix.flag("--compress", ratio)]
 
 
 def _require_room(selection: Selection, source: Source, may_leave: float, ratio: float, tokenizer: Tokenizer) -> None:

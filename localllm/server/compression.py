@@ -72,7 +72,8 @@ async def compressed(
         call.judged.append(await _judged(server, asked, whole))
     (reader, read), tokenizer = call.judged[0], await server.pool.on_disk(lambda: _tokenizer_of(answering))
     messages, told = await server.pool.off_loop(partial(whole.compressed, read, body.compress, reader, tokenizer))
-    return replace(request, prompt=replace(prompt, messages=messages)), CompressionReply(**told.fields())
+    request = replace(request, prompt=replace(prompt, messages=messages), compression=told)
+    return request, CompressionReply(**told.fields())
 
 
 async def _judged(server: ModelServer, asked: AskedModel, whole: Compressible) -> tuple[Judge, JudgeRead]:

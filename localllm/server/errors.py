@@ -132,12 +132,14 @@ def _sentence(error: LocalLLMError) -> str:
     return " ".join((f"{text}{end} To fix it: {error.fix}" if error.fix else text).split())
 
 
-def too_long(error: ContextOverflowError, param: str) -> RequestError:
-    """Return it in the words by which LiteLLM, LangChain and clients of llama.cpp recognise it. param: which field."""
-    flags = [f"restart the server with {fix}" for fix in error.fixes if fix.kind == "flag"]
+def too_long(error: ContextOverflowError, param: str, ratio: float | None = None) -> RequestError:
+    """Return it in the words by which LiteLLM, LangChain and clients of llama.cpp recognise it. param: which field.
+    ratio: the value of `compress` with which it fits."""
+    fixes = [f"restart the server with {fix}" for fix in error.fixes if fix.kind == "flag"]
+    fixes += [] if ratio is None else [f"send 'compress': {ratio:g}"]
     message = (
         f"This model's maximum context length is {error.ctx} tokens; the request has {error.num_tokens}, which exceeds "
-        f"the available context size: the prompt is too long. {'; '.join([*flags, 'shorten the prompt']).capitalize()}."
+        f"the available context size: the prompt is too long. {'; '.join([*fixes, 'shorten the prompt']).capitalize()}."
     )
     numbers = {"n_prompt_tokens": error.num_tokens or 0, "n_ctx": error.ctx or 0}
     return RequestError(400, message, param=param, name="context_length_exceeded", numbers=numbers)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from localllm.chat.answer import seeded
+from localllm.chat.compression import Compression, compressible, fitting
 from localllm.chat.harmony import is_harmony
 from localllm.chat.thoughts import (
     ALL_MARKS,
@@ -54,6 +55,7 @@ class GenerationRequest:
     usual_effort: a level that asks for no more than None does
     evicts: the oldest turns leave where there are too many
     said: the beginning of the answer
+    compression: what has left the prompt
     grammar: of the answer
     tools: that the answer may call
     prompt_logprobs, reads_only, is_scored, adapters, reuse: as `Request` has them
@@ -71,6 +73,7 @@ class GenerationRequest:
     usual_effort: str | None = None
     evicts: bool = False
     said: str = ""
+    compression: Compression | None = None
     grammar: Grammar | None = None
     tools: Toolset | None = None
     prompt_logprobs: int | None = None
@@ -111,7 +114,7 @@ def prepare(request: GenerationRequest, engine: LoadedEngine) -> PreparedRequest
             fixes = engine.fixes_for(min(longest, len(ids) + 512)) if helps else []
             raise overflow_error(len(ids), ctx, longest, fixes)
     except ContextOverflowError as error:
-        raise too_long(error, request.prompt_field) from None
+        raise too_long(error, request.prompt_field, _fitting_ratio(request, error, engine)) from None
     _require_room(request, len(ids), engine)
     first = _engine_request(request, ids, ctx, engine)
     is_thinking = output is not None and _begins_in_thought(request, engine, ids)
@@ -230,6 +233,16 @@ def joined(asked: Sequence[PreparedRequest]) -> PreparedRequest:
         what, fix = "too many log-probabilities", "request fewer answers, tokens or alternatives"
         raise RequestError(400, what, why=why, fix=fix, param="logprobs", name="invalid_value")
     return replace(asked[0], requests=requests)
+
+
+def _fitting_ratio(request: GenerationRequest, error: ContextOverflowError, engine: LoadedEngine) -> float | None:
+    """Return the value of `compress` with which a conversation fits; None where there is none."""
+    if not isinstance(request.prompt, ChatInput) or request.evicts or error.num_tokens is None or error.ctx is None:
+        return None
+    gone = request.compression
+    if gone is None:
+        return fitting(compressible(request.prompt.messages).cost(engine.tokenizer), error.num_tokens, error.ctx)
+    return fitting(gone.tokens_before, error.num_tokens + gone.tokens_before - gone.tokens_after, error.ctx)
 
 
 def _refuse_begun_form(request: GenerationRequest) -> None:

@@ -55,6 +55,20 @@ def test_what_cannot_be_honoured_is_refused(server: Running, more: Json, param: 
     assert server.error(PATH, {**ASKED, **more}, status)["param"] == param
 
 
+@pytest.mark.parametrize("more", [{}, {"compress": 0.8}])
+def test_what_does_not_fit_is_told_the_share_with_which_it_does(server: Running, more: Json) -> None:
+    asked = {"messages": [{"role": "user", "content": 40 * TALE + QUESTION}], "max_tokens": 1}
+    error = server.error(PATH, {**asked, **more}, 400)
+    ratio = float(error["message"].partition("Send 'compress': ")[2].split(";")[0])
+    assert error["code"] == "context_length_exceeded"
+    assert server.answer(PATH, {**asked, "compress": ratio})["compression"]["removed"]
+
+
+def test_a_text_to_go_on_with_takes_none(server: Running) -> None:
+    error = server.error("/v1/completions", {"prompt": TALE, "compress": 0.5}, 400)
+    assert error["param"] == "compress" and "a field of chats" in error["message"]
+
+
 def test_a_judge_that_is_not_here_is_named(server: Running) -> None:
     asked = {"compress": 0.5, "compress_with": "nobody"}
     error = server.error(PATH, {**ASKED, **asked}, 404)

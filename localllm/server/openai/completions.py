@@ -50,6 +50,7 @@ class CompletionBody(common.OpenAIGenerationBody):
     elsewhere: ClassVar = {
         **common.OpenAIGenerationBody.elsewhere,
         "response_format": "it is 'structured_outputs.json' here",
+        **dict.fromkeys(("compress", "compress_with"), "it is a field of chats, whose messages end with the question"),
     }
 
     prompt: Prompts
