@@ -81,7 +81,7 @@ BAD_LINES = {
     "prompt no text": (["run", "MODEL", "-p", "\udcff"], 2, "UTF-8"),
     "a folder without model": (["run", "/", "-p", "x"], 3, "config.json"),
     "perplexity without text": (["perplexity", "MODEL"], 2, "--file"),
-    "perplexity of nothing": (["perplexity", "MODEL", "--file", "EMPTY"], 2, "tokens"),
+    "perplexity of nothing": (["perplexity", "MODEL", "--file", "EMPTY"], 2, "nothing to predict"),
     "rm absent": (["rm", "mistral-7b"], 3, "mistral-7b"),
     "rm built in": (["rm", "tiny", "--yes"], 2, "built-in"),
     "pull offline": (["pull", "mistral-7b", "--offline"], 3, "offline"),
