@@ -20,6 +20,7 @@ from localllm.settings import SETTINGS, Accepts, Settings, parse_bytes
 from localllm.toml_file import TomlFile
 
 ENVIRONMENT_PREFIX = "LOCALLLM_"
+_NEAR = 0.6  # of letters in common: contxt has 0.67 of ctx, accept 0.46 of adapter
 # Not settings: the folder of all user files, the folder of what can be made again, the test suite's data, and the key
 # of `serve`, which `config show` must not print.
 OTHER_VARIABLES = frozenset({"LOCALLLM_HOME", "LOCALLLM_CACHE", "LOCALLLM_TEST_DATA", "LOCALLLM_API_KEY"})
@@ -256,16 +257,23 @@ def flag_fix(flag: str, value: object, accepts: Accepts) -> Fix:
 
 
 def nearest_key(key: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return the known key that is spelled most like this one."""
-    spelled = {name.casefold(): name for name in known}
-    return spelled[difflib.get_close_matches(key.casefold().replace("-", "_"), list(spelled), n=1, cutoff=0.0)[0]]
+    """Return the known key that is spelled most like this one; "" where none is near."""
+    spelled = {_plain(name): name for name in known}
+    found = difflib.get_close_matches(_plain(key), list(spelled), n=1, cutoff=_NEAR)
+    return spelled[found[0]] if found else ""
+
+
+def _plain(key: str) -> str:
+    """Return a key without what all variables share: by their prefix alone any two would be alike."""
+    return key[:80].removeprefix(ENVIRONMENT_PREFIX).casefold().replace("-", "_")
 
 
 def unknown_key(key: str, where: str, known: Sequence[str] | Mapping[str, Any], fix: str | Fix = "") -> SettingsError:
-    """The error for a key nobody reads; it names the nearest one that is."""
+    """The error for a key nobody reads; it names the nearest one that is, if any is near."""
     nearest = nearest_key(key, known)
+    names = f"known are {', '.join(sorted(known))}"
     return SettingsError(
         f"unknown key {key[:80]!r} in {where}",
-        why=f"the nearest is {nearest!r}; known are {', '.join(sorted(known))}",
-        fix=fix or f"write {nearest!r} there, or delete the line",
+        why=f"the nearest is {nearest!r}; {names}" if nearest else names,
+        fix=fix or (f"write {nearest!r} there, or delete the line" if nearest else "delete the line"),
     )

@@ -108,6 +108,8 @@ def test_stats_takes_on_or_off_and_nothing_else(talk) -> None:
         ("/load latin.txt", "iconv -f ISO-8859-1 -t UTF-8 latin.txt > latin.txt.utf8, then /load latin.txt.utf8"),
         ("/load number.json", "/help"),
         ("/set temperature hot", "/set temperature 0.8"),
+        ("/set temprature 0.5", "/set temperature 0.5"),
+        ("/set compress 0.5", "/set shows every setting"),
     ],
 )
 def test_an_error_in_a_chat_is_mended_in_the_chat(talk, tmp_path: Path, line: str, fix: str) -> None:

@@ -170,6 +170,13 @@ def test_an_unknown_key_names_file_line_and_the_nearest_key(config_file, key, ne
     assert key == "q" or f"the nearest is {nearest!r}" in error.why
 
 
+@pytest.mark.parametrize("text", ["compress = 0.5", "[run]\nseed = 1", ""])
+def test_no_key_is_named_as_the_nearest_of_one_that_is_like_none(config_file, text):
+    write(config_file, text)
+    error = refused(config_file, environ={} if text else {"LOCALLLM_COMPRESS": "1"}, match="unknown key")
+    assert error.why.startswith("known are ") and error.fix in ("delete the line", "unset LOCALLLM_COMPRESS")
+
+
 def test_an_unknown_table_names_its_line(config_file):
     write(config_file, "seed = 1\n\n[sampling]\ntemperature = 1\n")
     refused(config_file, match=r"'sampling'.*config\.toml:3")

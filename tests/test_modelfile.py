@@ -89,6 +89,13 @@ def test_what_cannot_be_honoured_is_refused_with_its_line(text: str, what: str) 
     assert what in caught.value.what and caught.value.why and caught.value.fix
 
 
+@pytest.mark.parametrize("line", ["PARAMETER attend top:4", "BUILD now"])
+def test_no_word_is_named_as_the_nearest_of_one_that_is_like_none(line: str) -> None:
+    with pytest.raises(UsageError, match="unknown") as caught:
+        parse_modelfile(f"FROM tiny\n{line}", "it")
+    assert "nearest" not in caught.value.why and caught.value.fix == "delete it there"
+
+
 def test_a_preset_as_a_modelfile_is_read_as_the_same() -> None:
     values = {
         "system": ' Two lines,\n"quoted" ',

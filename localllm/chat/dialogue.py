@@ -138,7 +138,8 @@ class Dialogue:
             )
         if key and key not in SETTABLE:
             nearest = nearest_key(key, SETTABLE)
-            raise unknown_key(key, "/set", SETTABLE, fix=f"/set {nearest} {text}".strip())
+            fix = f"/set {nearest} {text}".strip() if nearest else "/set shows every setting"
+            raise unknown_key(key, "/set", SETTABLE, fix=fix)
         return [key] if key else SETTABLE
 
     def set(self, key: str, text: str) -> object:

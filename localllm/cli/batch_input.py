@@ -5,7 +5,6 @@ Defines the keys and the values that a line may have. Knows no engine.
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 import sys
@@ -21,7 +20,7 @@ from localllm.cli.options import SAMPLING_OPTIONS
 from localllm.cli.output import Output
 from localllm.cli.prompt import patience
 from localllm.cli.source import Source, asked
-from localllm.config import format_bytes
+from localllm.config import format_bytes, nearest_key
 from localllm.engine.request import MAX_BIAS, SamplingParams
 from localllm.errors import CheckpointError, Fix, LocalLLMError, UsageError
 from localllm.models.strict_json import JsonLimits, parse_json
@@ -211,8 +210,9 @@ def _refuse_unknown(value: Mapping[str, Any], known: Iterable[str]) -> None:
     names = list(known)
     for key in value:
         if key not in names:
-            nearest = difflib.get_close_matches(key.casefold().replace("-", "_"), names, n=1, cutoff=0.0)[0]
-            raise UsageError(f"unknown key {key[:80]!r}", why=f"the nearest is {nearest!r}")
+            nearest = nearest_key(key, names)
+            why = f"the nearest is {nearest!r}" if nearest else f"known are {', '.join(names)}"
+            raise UsageError(f"unknown key {key[:80]!r}", why=why)
 
 
 def _source(given: Mapping[str, Any], rules: LineRules) -> Source:

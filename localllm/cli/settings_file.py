@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,6 @@ from localllm.toml_file import TomlFile
 
 def settings_path() -> Path:
     return user_directories().config / "config.toml"
-
-
-_ALIKE = (
-    0.6  # of two words, from which on one is a slip of the other: contxt and ctx have 0.67, accept and adapter 0.46
-)
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,7 @@ class SettingName:
         key = key.replace("-", "_").lower()
         if key not in SETTINGS:
             nearest = nearest_key(word, SETTINGS)
-            alike = SequenceMatcher(None, word, nearest).ratio() >= _ALIKE
-            fix = Fix.word(word, nearest) if alike else Fix.command("config", "show")
+            fix = Fix.word(word, nearest) if nearest else Fix.command("config", "show")
             raise unknown_key(word, "this command", SETTINGS, fix=fix)
         is_table = SETTINGS[key].accepts.kind == "table"
         if is_table and not entry:

@@ -5,12 +5,11 @@ What a preset has no place for is refused with the reason. Knows no models: FROM
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from localllm.config import accepted, shown_setting
+from localllm.config import accepted, nearest_key, shown_setting
 from localllm.errors import UsageError
 from localllm.settings import SETTINGS
 
@@ -112,9 +111,10 @@ def parameter_settings(parameters: Iterable[tuple[str, Any, str]]) -> dict[str, 
         if name in _NO_EFFECT:
             raise UsageError(f"{name} has no effect, in {where}", why=_NO_EFFECT[name], fix="delete it there")
         if name not in PARAMETERS:
-            [nearest] = difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0)
-            why = f"the nearest is {nearest}; known are {', '.join(PARAMETERS)}"
-            raise UsageError(f"unknown parameter {name[:80]!r} in {where}", why=why, fix=f"write {nearest} there")
+            why, fix = f"known are {', '.join(PARAMETERS)}", "delete it there"
+            if nearest := nearest_key(name, PARAMETERS):
+                why, fix = f"the nearest is {nearest}; {why}", f"write {nearest} there"
+            raise UsageError(f"unknown parameter {name[:80]!r} in {where}", why=why, fix=fix)
         key = PARAMETERS[name]
         if key == "stop":
             texts = value if isinstance(value, list) else [] if value is None else [value]
@@ -154,11 +154,10 @@ def _instructions(text: str, name: str) -> Iterator[tuple[int, str, str]]:
         word, rest = _split(line)
         instruction = word.lower()
         if instruction not in _INSTRUCTIONS:
-            nearest = difflib.get_close_matches(instruction, _INSTRUCTIONS, n=1, cutoff=0)[0].upper()
-            why = f"the nearest is {nearest}; a text of several lines stands in three double quotes"
-            raise UsageError(
-                f"unknown instruction {word[:80]!r} in {name}:{number}", why=why, fix=f"write {nearest} there"
-            )
+            why, fix = "a text of several lines stands in three double quotes", "delete it there"
+            if nearest := nearest_key(instruction, _INSTRUCTIONS).upper():
+                why, fix = f"the nearest is {nearest}; {why}", f"write {nearest} there"
+            raise UsageError(f"unknown instruction {word[:80]!r} in {name}:{number}", why=why, fix=fix)
         front = ""
         if instruction in ("parameter", "message"):
             word, rest = _split(rest)

@@ -131,8 +131,8 @@ def checked_theme(resolved: ResolvedSettings) -> str | None:
 
 
 def nearest_theme(name: str) -> str:
-    """Return the theme that a word names, or the one of the nearest name."""
-    return name if name in ("auto", *THEMES) else nearest_key(name, ["auto", *THEMES])
+    """Return the theme that a word names, or the one of the nearest name; the terminal's where none is near."""
+    return name if name in ("auto", *THEMES) else nearest_key(name, ["auto", *THEMES]) or "auto"
 
 
 def _where(resolved: ResolvedSettings, name: str) -> str:

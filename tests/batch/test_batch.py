@@ -186,7 +186,7 @@ def test_a_line_beyond_every_context_is_refused_unread(model: Path, file: Write)
         ({"prompt": "a", "tools": []}, "tools without messages"),
         ({"messages": [], "id": 1}, "no messages"),
         ({"messages": [{"role": "user", "content": "a"}], "system": "b"}, "system message cannot go together"),
-        ({"custom_id": "a", "body": {"messages": [], "n": 2}}, "unknown key 'n'"),
+        ({"custom_id": "a", "body": {"messages": [], "n": 2}}, "unknown key 'n': known are model, "),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {}}, "url is '/v1/embeddings'"),
         ({"custom_id": "a", "body": {"model": "gpt-9"}}, "model is 'gpt-9'"),
         ({"custom_id": "a"}, "no body"),
