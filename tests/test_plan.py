@@ -35,7 +35,7 @@ from localllm.offload.planner.machine import Machine, Memory, Rates
 from localllm.offload.planner.model_shape import BlockShape, ModelShape, Packing
 from localllm.offload.planner.plan import GIB, JobShape, Plan, cap
 from localllm.offload.planner.profile import UNKNOWN_DISK_GBS, FormatRates, Profile, Taken, keep, kept_profile
-from localllm.offload.planner.search import Search
+from localllm.offload.planner.search import RESIDENT_STEP, Search
 from localllm.offload.streaming.expert_uses import BINS
 from localllm.offload.streaming.ring import ALIGN_BYTES, ring_bytes
 from localllm.quant.recipe import RECIPES
@@ -255,6 +255,17 @@ def test_a_tied_embedding_is_read_and_multiplied_as_a_head_of_its_own_would_be()
 )
 def test_a_cap_is_the_next_round_amount(num_bytes: int, text: str) -> None:
     assert cap(num_bytes) == text
+
+
+@pytest.mark.parametrize("room", [4000, 31_000, 60_000])
+def test_keys_and_values_that_rest_elsewhere_leave_no_extent_of_memory_idle(room: int) -> None:
+    it, ctx = large(kv_layers=20), 100_000
+    spilling = replace(search(it, 0, ctx), spills=True)
+    kept = replace(it, resident_tokens=room)
+    ram_bytes = search(kept, 1 << 40, ctx).best().total_bytes("ram")
+    plan = spilling.with_ram(ram_bytes).best()
+    assert plan.is_whole and plan.batch_rows == it.batch_rows[0]
+    assert plan.shape.resident_tokens is not None and room - RESIDENT_STEP < plan.shape.resident_tokens <= room
 
 
 # What would be better

@@ -20,6 +20,7 @@ from localllm.offload.planner.plan import JobShape, Plan, can_be_packed, cap
 
 LEAST_CTX = 128
 LEAST_RESIDENT = 2048  # tokens of a sequence in memory where others rest elsewhere: a forward writes 512 of them
+RESIDENT_STEP = 1024  # tokens: those of an extent, which leave memory together
 CHAT_CTX = 2048  # long enough for a conversation; a shorter context is taken only where this one does not fit
 # Where the user names no context: a longer one than this share of the best speed allows is not taken.
 _WORTH = 0.9
@@ -187,10 +188,27 @@ class Search:
         for plan in self._plans(ctx, sequences, kv_tokens):
             plans += [] if plan is None else [plan]
             if plan is not None and plan.is_whole:
+                plan = self._filled(plan)
                 break
         else:
             plan = min(plans, key=lambda each: each.costs.decode_s(ctx // 2, sequences), default=None)
         return plan if plan is not None and can_be_packed(plan, self.machine.memory) else None
+
+    def _filled(self, plan: Plan) -> Plan:
+        """Return the plan with as many more keys and values in memory as take no weights' room and no rows' of a forward:
+        up to a third more, which the next larger plan would have had."""
+        fits = plan.shape.resident_tokens
+        if fits is None or not self.spills:
+            return plan
+        too_many = min(plan.kv_tokens // plan.sequences, fits * 4 // 3 + 2)
+        while too_many - fits > RESIDENT_STEP:
+            middle = (fits + too_many) // 2
+            fuller = self._placements_with(middle).best(plan.ctx, plan.sequences, plan.kv_tokens)
+            if fuller is not None and fuller.is_whole and fuller.batch_rows == plan.batch_rows:
+                plan, fits = fuller, middle
+            else:
+                too_many = middle
+        return plan
 
     def _packed_ram_bytes(self) -> int:
         """Return the least of the host's memory for a model that is packed already."""
