@@ -280,6 +280,20 @@ def test_advice_names_what_keeps_everything_and_nothing_where_all_is_well() -> N
     assert advise(whole, whole.best(), None, []) == []
 
 
+def test_advice_is_of_keys_and_values_that_rest_elsewhere_and_of_the_least_cap_where_they_do() -> None:
+    it, ctx = large(kv_layers=20, kv_bytes_per_token=600), 60_000
+    few = search(replace(it, resident_tokens=2048), 1 << 40, ctx).best().total_bytes("ram")
+    tight = search(it, few, ctx)
+    (text,) = (text for text in advise(tight, tight.best(), None, []) if text.startswith("--kv-offload auto: "))
+    assert "behind 60,000 tokens a step takes" in text and " instead of " in text
+    spilling = replace(tight.with_ram(few * 3 // 4), spills=True)
+    (ram, *other) = (text for text in advise(spilling, spilling.best(), None, []) if not text.startswith("--ctx"))
+    assert ram.startswith(f"--ram {cap(few)}") and not other
+    assert replace(tight, job=JobShape(1, ctx, ctx)).spilling() is None
+    for idle in ({"held_tokens": 512}, {"windowed_bytes_per_token": 600}):
+        assert replace(tight, shape=replace(it, **idle)).spilling() is None
+
+
 def test_memory_to_be_freed_is_named_with_the_cap_and_the_context_with_which_everything_stays() -> None:
     it = large(kv_bytes_per_token=6000, default_ctx=8192)
     room = search(it, 0, 2048).least_ram_bytes()

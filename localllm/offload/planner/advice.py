@@ -38,6 +38,7 @@ def advise(
     other = _largest_that_fits(packed, (each for each in others if each.num_bytes < plan.shape.num_bytes))
     found = [
         *_more_memory(search, plan),
+        *_spilled(search, plan),
         (shorter, f"--ctx {ctx}: a shorter context leaves room for {'experts' if plan.experts else 'weights'}"),
         (other, f"{_command_of(search, other) if other else ''}: fits into this memory as a whole"),
     ]
@@ -118,6 +119,17 @@ def _more_memory(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
         if roomier is not None:
             more = "more blocks stay" if plan.experts is None or on_card else "more experts stay"
             yield roomier, f"--{plan.fast} up to {format_bytes(room.most_bytes)}: {more} {place}"
+
+
+def _spilled(search: Search, plan: Plan) -> Iterator[tuple[Plan, str]]:
+    """Yield the plan in which keys and values rest elsewhere: faster behind a short text, and maybe not behind all of
+    the context, so that both steps are said."""
+    spilling = search.spilling()
+    better = None if spilling is None else replace(spilling, ctx=plan.ctx).fitting
+    if better is not None:
+        steps = " instead of ".join(f"{format_figure(each.costs.decode_s(plan.ctx, 1))} s" for each in (better, plan))
+        gain = f"keys and values leave room for weights, and behind {plan.ctx:,} tokens a step takes {steps}"
+        yield better, f"--kv-offload auto: {gain}; behind {better.prompt_tokens}"
 
 
 def _command_of(search: Search, plan: Plan) -> str:

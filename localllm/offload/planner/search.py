@@ -94,8 +94,21 @@ class Search:
         return self.with_ram(num_bytes) if self.machine.card is None else self.with_vram(num_bytes)
 
     def without_limit(self) -> Search:
-        """Return the same search with as much of the fast memory as may be wanted."""
-        return self.with_fast_memory(1 << 62)
+        """Return the search with as much of the fast memory as may be wanted. Where keys and values may rest elsewhere,
+        the fewest stay: more of them is no faster behind a short text, and takes gigabytes."""
+        few = replace(self, shape=self._placements.shape, spills=False)
+        return few.with_fast_memory(1 << 62)
+
+    def spilling(self) -> Search | None:
+        """Return the search in which as few keys and values rest elsewhere as must; None where they may already, or
+        cannot."""
+        shape = self.shape
+        leave = shape.held_tokens < (self.ctx or shape.default_ctx)  # by --kv-evict
+        are_windows = shape.page_bytes_per_token <= shape.windowed_bytes_per_token
+        all_are_sent = self.machine.card is not None and shape.chosen_tokens is not None
+        if self.job is not None or self.spills or leave or are_windows or all_are_sent:
+            return None
+        return replace(self, shape=replace(shape, resident_tokens=None), spills=True)
 
     def is_better_than(self, own: Search) -> bool:
         """Compare a form of the weights in fewer bytes with their own, which does not fit as a whole."""
@@ -195,8 +208,8 @@ class Search:
         return plan if plan is not None and can_be_packed(plan, self.machine.memory) else None
 
     def _filled(self, plan: Plan) -> Plan:
-        """Return the plan with as many more keys and values in memory as take no weights' room and no rows' of a forward:
-        up to a third more, which the next larger plan would have had."""
+        """Return the plan with as many more keys and values in memory as take room from no weights and from no rows of
+        a forward: up to a third more, of which the plan before had too many."""
         fits = plan.shape.resident_tokens
         if fits is None or not self.spills:
             return plan
@@ -222,11 +235,10 @@ class Search:
 
     def _spilled_contexts(self) -> list[Fix]:
         """Return the flag by which keys and values of a long context rest on the disk, where it would fit then."""
-        if self.ctx is None or self.spills:
+        spilling = self.spilling()
+        if self.ctx is None or spilling is None or spilling._runnable(self.ctx, 1, self.ctx) is None:
             return []
-        spilling = replace(self, shape=replace(self.shape, resident_tokens=None), spills=True)
-        fits = spilling._runnable(self.ctx, 1, self.ctx) is not None
-        return [Fix.flag("--kv-offload", "auto")] if fits and self.job is None else []
+        return [Fix.flag("--kv-offload", "auto")]
 
     def _shorter_contexts(self) -> list[Fix]:
         """Return the flag for the longest context below the one that was asked for with which it would fit, if any."""
