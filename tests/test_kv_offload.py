@@ -207,6 +207,7 @@ def test_what_it_cannot_do_is_refused():
     assert wrong.code == 2 and "256" in wrong.err
     private = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "auto", "--private")
     assert private.code == 2 and "stores nothing on the disk" in private.err
+    assert private.error_lines[2].endswith("--private --kv-offload off")  # which helps where it is stored, too
 
 
 def test_a_plan_of_later_keeps_as_many_in_memory_as_pages_were_made_for(monkeypatch):

@@ -47,9 +47,12 @@ def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str
     if device == "cpu":
         return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
     offloads = wanted.kv_offload != EngineConfig.kv_offload
-    why = "with --kv-offload a GPU is sent all pages over the link, chosen or not; a CPU reads only the chosen ones"
+    why = (
+        "with --kv-offload a GPU is sent all pages over the link, chosen or not; with --kv-offload off, or on a CPU, "
+        "only the chosen ones are read"
+    )
     reasons = {"attend": why if offloads else ""}
-    return _idle(wanted, reasons, f"on {device}", [to_cpu])
+    return _idle(wanted, reasons, f"on {device}", [Fix.flag("--kv-offload", "off"), to_cpu])
 
 
 def _idle(wanted: EngineConfig, reasons: Mapping[str, str], where: str, fixes: list[Fix]) -> dict[str, UsageError]:
