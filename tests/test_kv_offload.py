@@ -202,10 +202,11 @@ def _broken(*_: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def test_what_it_cannot_do_is_refused():
+def test_what_it_cannot_do_is_refused(monkeypatch):
     wrong = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "keep:100")
     assert wrong.code == 2 and "256" in wrong.err
-    private = run_cli("run", "tiny", "-p", "the fox", "--kv-offload", "auto", "--private")
+    monkeypatch.setenv("LOCALLLM_KV_OFFLOAD", "auto")
+    private = run_cli("run", "tiny", "-p", "the fox", "--private")
     assert private.code == 2 and "stores nothing on the disk" in private.err
     assert private.error_lines[2].endswith("--private --kv-offload off")  # which helps where it is stored, too
 

@@ -72,7 +72,7 @@ def test_what_a_device_cannot_do_is_told_with_what_can() -> None:
     wanted = EngineConfig(**ALL, vram=1 << 30)  # type: ignore[arg-type]
     assert {*idle_on("cpu", wanted)} == {"vram"} and {*idle_on("cuda:0", wanted)} == {"attend"}
     assert idle_on("cuda:0", wanted)["attend"].fixes[:2] == (
-        Fix.flag("--kv-offload", "off"),
+        Fix.flag("--attend", "top:64", "--kv-offload", "off"),
         Fix.flag("--device", "cpu"),
     )
     assert not idle_on("cuda:0", EngineConfig(attend="top:64", kv_evict="heavy:512"))

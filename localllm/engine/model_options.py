@@ -52,7 +52,7 @@ def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str
         "only the chosen ones are read"
     )
     reasons = {"attend": why if offloads else ""}
-    return _idle(wanted, reasons, f"on {device}", [Fix.flag("--kv-offload", "off"), to_cpu])
+    return _idle(wanted, reasons, f"on {device}", [Fix.flag("--attend", wanted.attend, "--kv-offload", "off"), to_cpu])
 
 
 def _idle(wanted: EngineConfig, reasons: Mapping[str, str], where: str, fixes: list[Fix]) -> dict[str, UsageError]:

@@ -142,7 +142,7 @@ def open_engine(selection: Selection, opening: Opening, watcher: Watcher, warn: 
     config = engine_config(resolved, load_config(selection.files.directory), watcher.noting)
     if selection.private and config.kv_offload != "off" and not has_card(device_name(config.device)):
         why = "a private chat stores nothing on the disk, where --kv-offload brings keys and values"
-        fix = Fix.flag("--kv-offload", "off")  # one that is stored, too
+        fix = Fix.flag("--private", "--kv-offload", "off")  # a line: a stored one is of other chats too
         raise UsageError("--private and --kv-offload cannot go together", why=why, fix=fix)
     keeps_pages = opening.keeps_pages and not selection.private and config.cache_disk != 0
     engine = Engine.load(
