@@ -66,9 +66,9 @@ class Fix:
     def advice(cls, text: str) -> Fix:
         return cls("advice", (text,))
 
-    def with_model(self, name: str) -> Fix:
-        """Return the fix with the model's name in it."""
-        return replace(self, words=tuple(name if word == MODEL else word for word in self.words))
+    def with_model(self, *names: str) -> Fix:
+        """Return the fix with the model's name in it, or other words that stand for a model."""
+        return replace(self, words=tuple(each for word in self.words for each in (names if word == MODEL else (word,))))
 
     def runs(self, command: str) -> bool:
         return self.kind == "command" and self.words[1] == command

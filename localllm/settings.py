@@ -469,6 +469,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
 )
 
 
+OF_KV = ("kv", "kv_offload", "attend", "kv_evict", "reuse")  # of keys and values, and not for each model
+
+
 def taken_by(who: str) -> tuple[str, ...]:
     """The names of the settings that a command, `/set` or `models.toml` takes."""
     return tuple(name for name, row in SETTINGS.items() if who in row.taken_by)

@@ -78,12 +78,24 @@ def test_save_never_overwrites_unasked(talk, tmp_path: Path) -> None:
     assert (tmp_path / "chat.json").read_text() == "mine"
 
 
-def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk) -> None:
+def test_what_is_decided_when_a_chat_begins_is_shown_where_it_is_not_as_usual(talk) -> None:
+    for command in ("/set", "/show"):
+        lines = talk(command, flags=("--attend", "top:4")).err.splitlines()
+        assert "attend = top:4 (since the chat began)" in lines and not any("kv_evict" in line for line in lines)
+
+
+def test_the_fix_for_what_cannot_be_set_goes_on_with_a_saved_chat(talk) -> None:
+    (line,) = (line for line in talk("one", "/set reuse chunks").err.splitlines() if line.startswith("fix:"))
+    assert re.fullmatch(r"fix:   localllm chat --resume \w+ --reuse chunks", line)
+
+
+def test_set_changes_the_sampling_and_refuses_what_it_does_not_know(talk, model: Path) -> None:
     assert talk("/set max_tokens 2", "/set", "one", "/stats").err.count("answer 2 tokens") == 1
     assert "'temperature'" in talk("/set temprature 1").err
     assert "from 0 to 100" in talk("/set temperature hot").err
     fixed = talk("/set speculate off").err
-    assert "it cannot be changed now" in fixed and "localllm chat --speculate off" in fixed
+    assert "it cannot be changed now" in fixed and f"localllm chat {model} --speculate off" in fixed
+    assert f"localllm chat {model} --attend ATTEND" in talk("/set attend").err
     unset = talk("/set").err.splitlines()
     assert "top_k = -" in unset and "stop = -" in unset
 

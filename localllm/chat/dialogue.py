@@ -15,7 +15,7 @@ from localllm.chat.attachments import Attachment
 from localllm.chat.text_file import replace_file, write_new
 from localllm.chat.thoughts import kept_apart, with_thought
 from localllm.config import Origin, ResolvedSettings, accepted, nearest_key, unknown_key
-from localllm.errors import Fix, SettingsError, UsageError
+from localllm.errors import MODEL, Fix, SettingsError, UsageError
 from localllm.settings import SETTINGS, taken_by
 
 Message = dict[str, Any]
@@ -134,7 +134,7 @@ class Dialogue:
             raise UsageError(
                 f"/set {key}: it cannot be changed now",
                 why=why,
-                fix=Fix.command("chat", flag, text) if text else key.upper(),
+                fix=Fix.command("chat", MODEL, flag, text or key.upper()),
             )
         if key and key not in SETTABLE:
             nearest = nearest_key(key, SETTABLE)

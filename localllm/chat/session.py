@@ -52,6 +52,7 @@ from localllm.errors import (
     UsageError,
 )
 from localllm.runtime.selection import Selection
+from localllm.settings import OF_KV, EngineConfig
 from localllm.text.eviction import without
 
 if TYPE_CHECKING:
@@ -497,9 +498,18 @@ class ChatSession:
         self.dialogue.system = self._system = text
 
     def settings_lines(self, key: str = "") -> list[str]:
-        """Return one setting, or all that can be set. Raises as `Dialogue.settable`."""
+        """Return one setting, or all that can be set and those of keys and values that are not as usual. Raises as
+        `Dialogue.settable`."""
         settings = self.dialogue.resolved.settings
-        return [f"{name} = {shown_setting(getattr(settings, name))}" for name in self.dialogue.settable(key)]
+        lines = [f"{name} = {shown_setting(getattr(settings, name))}" for name in self.dialogue.settable(key)]
+        if key:
+            return lines
+        from localllm.engine.model_options import idle_with
+
+        idle = {} if self.engine is None else idle_with(self.engine.config, settings.engine)
+        values = {name: getattr(settings, name) for name in OF_KV if name not in idle}
+        fixed = {name: value for name, value in values.items() if value != getattr(EngineConfig, name)}
+        return [*lines, *(f"{name} = {value} (since the chat began)" for name, value in fixed.items())]
 
     def think(self, effort: str) -> None:
         """Change how much is thought before the next answers; "-": as at first.

@@ -60,9 +60,14 @@ def _set(session: ChatSession, text: str) -> list[str]:
         return _think(session, value)
     if key == "adapter":
         return _adapter(session, "off" if value == "-" else value)
-    if value:
-        session.dialogue.set(key, value)
-    return session.settings_lines(key)
+    try:
+        if value:
+            session.dialogue.set(key, value)
+        return session.settings_lines(key)
+    except UsageError as error:
+        if (saved := session.recorder.session_id) is not None:
+            error.fix = [fix.with_model("--resume", saved) for fix in error.fixes]
+        raise
 
 
 def _adapter(session: ChatSession, words: str) -> list[str]:

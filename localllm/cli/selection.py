@@ -14,11 +14,10 @@ from localllm.errors import AdapterError, Fix, ModelNotFoundError, UsageError
 from localllm.runtime.engine_loader import refuse_idle, refuse_idle_vram
 from localllm.runtime.presets import choose
 from localllm.runtime.selection import Selection, is_model, locate, require_weights, with_defaults
+from localllm.settings import OF_KV
 
 if TYPE_CHECKING:
     from localllm.chat.recorder import Resumed
-
-_OF_KV = ("kv", "kv_offload", "attend", "kv_evict", "reuse")  # not for each model
 
 
 def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selection:
@@ -37,7 +36,7 @@ def select(cli: CliContext, word: str | None, flags: Mapping[str, Any]) -> Selec
         raise
     require_weights(cli.model)
     selection = replace(with_defaults(resolved, cli.model), preset=preset)
-    if any(flags.get(name) is not None for name in _OF_KV):
+    if any(flags.get(name) is not None for name in OF_KV):
         from localllm.models.families import load_config
 
         refuse_idle(resolved, load_config(cli.model.directory), cli.model.name)
