@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from localllm import Engine, SamplingParams
-from localllm.engine import card, device, loader, memory, model_plan, planner
+from localllm.engine import card, device, loader, memory, model_options, model_plan, planner
 from localllm.errors import DoesNotFitError
 from localllm.offload.planner import plan as plan_module
 from localllm.offload.planner.machine import CardMemory, Memory
@@ -42,7 +42,7 @@ def stand_in(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (card, planner, model_plan):
         monkeypatch.setattr(module, "kept_profile", lambda: profile)
-    for module in (device, loader, planner):
+    for module in (device, loader, model_options, planner):
         monkeypatch.setattr(module, "has_card", lambda _device: True)
     most = 32 * GIB
     monkeypatch.setattr(planner, "process_memory", lambda cap, *_, **__: Memory(cap or most, 1000, most, most))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from localllm.cache.kv_eviction import Eviction
+from localllm.engine.device import has_card
 from localllm.errors import Fix, UsageError
 from localllm.layers.config import AttentionConfig
 from localllm.settings import EngineConfig
@@ -44,7 +45,7 @@ def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model
 
 def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str, UsageError]:
     """Return the same of a device. to_cpu: the flag by which a CPU computes."""
-    if device == "cpu":
+    if not has_card(device):
         return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
     offloads = wanted.kv_offload != EngineConfig.kv_offload
     why = (
