@@ -543,7 +543,7 @@ def test_a_place_in_the_file_that_another_sequence_takes_is_read_anew(tmp_path):
             for part in page.parts.values():
                 part.fill_(value)
             kv.advance(PAGE_TOKENS)
-        kv.sketches(0).made.fill_(8)
+        kv.sketches(0).made(HOST).fill_(8)
         return kv
 
     def brought(kv: PagedKV) -> set[int]:

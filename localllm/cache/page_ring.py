@@ -34,7 +34,7 @@ class Spilled(Protocol):
     def num_spilled(self) -> int: ...
 
     @property
-    def num_bounded(self) -> int: ...
+    def num_sketched(self) -> int: ...
 
     @property
     def most_extents(self) -> int:
@@ -104,7 +104,7 @@ class PageRing:
         attend to, and the caller calls `bring` for those. Raises what torch does where there is no memory."""
         self._homes = kvs[0].homes
         spilled = [*dict.fromkeys(kv for kv in kvs if kv.num_spilled)]
-        self.brings = chooses and bool(self._slots) and all(kv.num_bounded > kv.num_spilled for kv in spilled)
+        self.brings = chooses and bool(self._slots) and all(kv.num_sketched > kv.num_spilled for kv in spilled)
         if self.brings:
             self._free_places()
             self._number(spilled)

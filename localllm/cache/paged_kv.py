@@ -226,9 +226,9 @@ class PagedKV:
         return max((-(-count // spill.extent_pages) for count, spill in zip(missing, spills, strict=True)), default=0)
 
     @property
-    def num_bounded(self) -> int:
+    def num_sketched(self) -> int:
         """Pages from the first on of which every layer has sketches."""
-        return min((int(each.made.min()) for each in self._sketches.values()), default=0)
+        return min((each.num_made for each in self._sketches.values()), default=0)
 
     @property
     def ring(self) -> PageRing | None:

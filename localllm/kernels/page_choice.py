@@ -54,9 +54,8 @@ class PageSketches:
         """devices: of each layer."""
         self.pages = -(-pages // ROOM_PAGES) * ROOM_PAGES
         self._sizes = shape.num_heads, self.pages, SketchLayout(shape.head_dim).nbytes
-        self.made = torch.zeros(len(devices), dtype=torch.int64)  # of each layer, pages from the first on
         self.nbytes = len(devices) * sketch_bytes(shape, self.pages)
-        self._devices = tuple(devices)
+        self._devices, self._made = tuple(devices), _none_made(devices)
         self._sketches = {device: self._new(device) for device in dict.fromkeys(devices)}
 
     def _new(self, device: torch.device) -> Tensor:
@@ -69,14 +68,28 @@ class PageSketches:
             self._sketches[device] = self._new(device)
         return self._sketches[device]
 
+    def made(self, device: torch.device) -> Tensor:
+        """Return of how many pages, from the first on, each layer on a device has sketches: int64 [layers], on the
+        host."""
+        return self._made[device]
+
+    @property
+    def num_made(self) -> int:
+        """Pages from the first on of which every layer has sketches."""
+        return min(int(made.min()) for made in self._made.values())
+
     def move(self, devices: Sequence[torch.device]) -> None:
         """Forget all: layers have moved."""
-        self._devices, self._sketches = tuple(devices), {}
-        self.made.zero_()
+        self._devices, self._made, self._sketches = tuple(devices), _none_made(devices), {}
 
     def trim(self, pages: int) -> None:
         """Forget what was made of pages from this number on."""
-        self.made.clamp_(max=pages)
+        for made in self._made.values():
+            made.clamp_(max=pages)
+
+
+def _none_made(devices: Sequence[torch.device]) -> dict[torch.device, Tensor]:
+    return {device: torch.zeros(devices.count(device), dtype=torch.int64) for device in dict.fromkeys(devices)}
 
 
 @dataclass(frozen=True)

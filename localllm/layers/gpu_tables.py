@@ -38,7 +38,8 @@ _LEAST_PAGES, _MORE_PAGES = 4, 2
 _LONG_PAGES, _MORE_LONG_PAGES = 64, 16
 
 
-Groups = Mapping[int, Sequence[int]]  # of layers that are on a device: of which rows may choose, by their number there
+# Of layers that are on a device: the rows there of those in which tokens may choose their pages.
+Groups = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -298,22 +299,23 @@ class GpuTables:
     def _place_choice(
         self, words: dict[str, numpy.ndarray], table: int, run: _PageRun, group: int, rows: Sequence[int], first: int
     ) -> None:
-        """Write among which pages the rows of a run choose. rows: of the layers that do, in the group; first: which of
-        the choosers its first one is."""
+        """Write among which pages the rows of a run choose. rows: of the layers that do, in the group's part on the
+        device; first: which of the choosers its first one is."""
         sketches, own = run.segment.kv.sketches(group), slice(run.choosers.start, run.choosers.stop)
         room = sketches.on(self.device).data_ptr(), sketches.pages
         positions = numpy.arange(run.begin + run.num_whole, run.end)
         words["places"][group, own] = (self.shape.chosen + FIXED_PAGES - 1) * PAGE_TOKENS + positions % PAGE_TOKENS
         words["choices"][group, own, :3] = *room, table
         words["choices"][group, own, 3] = range(first, first + len(run.choosers))
-        wanted, made = (run.end - 1) // PAGE_TOKENS - 1, sketches.made[list(rows)]
+        wanted, made = (run.end - 1) // PAGE_TOKENS - 1, sketches.made(self.device)[list(rows)]
         words["sketches"][group, table] = *room, max(1, int(made.min())), wanted
         self._made.append((sketches, rows, wanted))
 
     def mark_made(self) -> None:
         """Remember that all has been launched that makes sketches."""
         for sketches, rows, wanted in self._made:
-            sketches.made[list(rows)] = sketches.made[list(rows)].clamp(min=wanted)
+            made = sketches.made(self.device)
+            made[list(rows)] = made[list(rows)].clamp(min=wanted)
         self._made.clear()
 
     def _place_watched(self, words: dict[str, numpy.ndarray], runs: Sequence[_PageRun]) -> None:

@@ -232,4 +232,4 @@ def _chosen_pages(runs: Sequence[_PageRun], group: int, threads: int) -> ChosenP
 def _sketch_words(kv: KVStore, group: int, wanted: int) -> tuple[int, ...]:
     sketches = kv.sketches(group)
     pages = kv.addresses(group, _HOST).data_ptr()
-    return pages, sketches.on(_HOST).data_ptr(), sketches.pages, sketches.made.data_ptr(), wanted
+    return pages, sketches.on(_HOST).data_ptr(), sketches.pages, sketches.made(_HOST).data_ptr(), wanted

@@ -456,8 +456,8 @@ class GpuProgram:
         kv, groups = batch.segments[0].kv, dict[int, list[int]]()
         for layer in self._layers:
             if kv.homes[layer][0] == self.device:
-                group, number = kv.places[layer]
-                groups.setdefault(group, []).extend([number] if layer in self._unwindowed else [])
+                rows = [kv.homes[layer][1]] if layer in self._unwindowed else []
+                groups.setdefault(kv.places[layer][0], []).extend(rows)
         return groups
 
     @cached_property
