@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from textual._context import visible_screen_stack
@@ -23,6 +22,9 @@ from localllm.engine.events import FinishedEvent, PrefillEvent, Timings, TokenEv
 from localllm.engine.request import Request
 from localllm.errors import Fix
 from localllm.history import History, history_file
+from localllm.hub.names import TINY_DIRECTORY
+from localllm.models.architecture import ModelConfig
+from localllm.models.families import load_config
 from localllm.runtime.engine_handle import RequestStream
 from localllm.runtime.selection import Selection, selected
 from localllm.text.chat_template import ChatTemplate
@@ -66,6 +68,9 @@ class FakeTokenizer:
         return "".join(map(chr, ids))
 
 
+_CONFIG = replace(load_config(TINY_DIRECTORY), max_position_embeddings=8192)
+
+
 @dataclass
 class FakeEngine:
     ctx: int = 4096
@@ -73,7 +78,7 @@ class FakeEngine:
     template: ChatTemplate = field(default_factory=lambda: ChatTemplate(TEMPLATE))
     weights: str = "int4-g64"
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
-    config: Any = field(default_factory=lambda: SimpleNamespace(longest_context=8192))
+    config: ModelConfig = _CONFIG
 
     def check(self, request: Request) -> None:
         """Everything fits."""
