@@ -233,7 +233,7 @@ def test_colours_are_for_terminals_that_want_them(
 def test_run_on_a_terminal_without_a_prompt_says_how_to_give_one(model: Path, open_terminal: Open) -> None:
     terminal = open_terminal("run", model, "--json")
     assert terminal.end() == 2
-    assert f"localllm run {model} 'Tell me a tale".encode() in terminal.text
+    assert f"localllm run {model} --json -p 'Tell me a tale".encode() in terminal.text
 
 
 def _token_of(model: Path, text: str) -> int:
