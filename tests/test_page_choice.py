@@ -33,6 +33,7 @@ from localllm.kernels.cpu_jit import host_isas
 from localllm.kernels.cpu_paged import AttentionPlace, AttentionRoom, ChoiceRoom
 from localllm.kernels.cpu_tape import Tape
 from localllm.kernels.kv_page import NOT_FINITE, rotated
+from localllm.kernels.page_choice import PageSketches
 from localllm.kernels.paged_attention import paged_attention, write
 from localllm.kernels.sizes import KVShape
 from localllm.layers.config import AttentionConfig, RopeConfig
@@ -297,3 +298,15 @@ def planned_shape(attend: str) -> ModelShape:
 
 def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_what_has_sketches_on_one_device_may_have_none_on_another() -> None:
+    meta = torch.device("meta")
+    sketches = PageSketches([HOST, meta, HOST], KVShape(2, 64), 9)
+    sketches.made(HOST)[:] = 7
+    assert (len(sketches.made(HOST)), sketches.made(meta).tolist(), sketches.num_made) == (2, [0], 0)
+    sketches.made(meta)[:] = 5
+    sketches.trim(6)
+    assert (sketches.made(HOST).tolist(), sketches.num_made) == ([6, 6], 5)
+    sketches.move([meta] * 3)
+    assert (len(sketches.made(meta)), sketches.num_made) == (3, 0)

@@ -69,6 +69,18 @@ def test_a_card_computes_what_the_cpu_does(model, schedule, placement, packed_mo
     assert (found - expected).norm() < 0.03 * expected.norm()  # a code falls on a step's other side
 
 
+def test_sketches_are_made_once(packed_models, simulated_card):
+    """The next token makes those of pages that have become full since."""
+    with simulated_card(CardConfig()), opened(packed_models["int8"], DEVICE) as engine:
+        kv, made = engine.residency.new_kv(len(LONG)), list[int]()
+        kv.attend_from = 399
+        for size in (399, 1, 120, 1):
+            engine.runner.forward([Chunk(LONG, kv, size, all_logits=True)])
+            made.append(kv.num_sketched)
+        kv.close()
+    assert made == [0, 5, 7, 7]  # all pages but a token's own and the one before that
+
+
 def test_blocks_move_while_tokens_choose(packed_models, simulated_card):
     """The sketches are made where the layers are by then."""
     packed, found = packed_models["int8"], list[int]()
