@@ -41,6 +41,7 @@ _LEAST_ROWS = 16  # of a product
 SCALE_NEAREST = tl.constexpr(1 << (SCALE_SHIFT.value - 1))
 NO_PAGE = tl.constexpr(-1)  # the key of what is not to be chosen: below that of any share
 FIRST_PAGES = tl.constexpr(1)  # in front of what is chosen
+FIXED = tl.constexpr(FIXED_PAGES)
 ABOVE_ALL = tl.constexpr(0x7FFFFFFF)
 NAN_BITS = tl.constexpr(0x7FC0)
 
@@ -231,9 +232,6 @@ def _select(
     tl.store(table + place, tl.load(pages + number, mask=is_chosen, other=0), mask=is_chosen)
     tl.store(table, tl.load(pages))
     tl.store(table + count + FIRST_PAGES, tl.load(pages + newest))
-
-
-FIXED = tl.constexpr(FIXED_PAGES)
 
 
 def new_chosen(choosers: int, kv_heads: int, pages: int, device: torch.device | str = "cpu") -> Tensor:

@@ -34,6 +34,13 @@ class Watched:
     sums: Tensor
 
 
+@triton.jit
+def _of_pages(peaks, totals, page, count, stride, at):
+    """Load what programs left of each of these pages, [pages, heads]; of a page behind the last one, nothing."""
+    place, is_there = page.to(tl.int64)[:, None] * stride + at, page[:, None] < count
+    return tl.load(peaks + place, mask=is_there, other=NOTHING), tl.load(totals + place, mask=is_there, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _page_masses(
     peaks, totals, sinks, positions, tasks, sums, num_rows,
@@ -50,19 +57,13 @@ def _page_masses(
     at = tl.load(task + 3).to(tl.int64) * H + head[None, :]
     peak, total = before_pages(sinks, head)
     for first in range(0, count, PAGES):
-        page = (first + n).to(tl.int64)[:, None]
-        is_there = page < count
-        peaks_of = tl.load(peaks + page * num_rows * H + at, mask=is_there, other=NOTHING)
-        totals_of = tl.load(totals + page * num_rows * H + at, mask=is_there, other=0.0)
+        peaks_of, totals_of = _of_pages(peaks, totals, first + n, count, num_rows * H, at)
         highest = tl.maximum(peak, tl.max(peaks_of, 0))
         total = total * tl.exp2(peak - highest) + tl.sum(totals_of * tl.exp2(peaks_of - highest[None, :]), 0)
         peak = highest
     into = tl.load(own_sums).to(tl.pointer_type(tl.float32)) + kv_head * tl.load(own_sums + 1)
     for first in range(0, count, PAGES):
-        page = (first + n).to(tl.int64)[:, None]
-        is_there = page < count
-        peaks_of = tl.load(peaks + page * num_rows * H + at, mask=is_there, other=NOTHING)
-        totals_of = tl.load(totals + page * num_rows * H + at, mask=is_there, other=0.0)
+        peaks_of, totals_of = _of_pages(peaks, totals, first + n, count, num_rows * H, at)
         shares = totals_of * tl.exp2(peaks_of - peak[None, :]) / total[None, :]
         mass = tl.sum(tl.where(r[None, :] < group, shares, 0.0), 1)
         place = into + first + n
