@@ -43,7 +43,9 @@ MODELS = {
     "longrope": LLAMA | {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 128}},
     "late norms": LLAMA | {"model_type": "hunyuan_v1_dense", "use_qk_norm": True},
 }  # fmt: skip
-ALL = {"kv": "int8", "kv_offload": "auto", "attend": "top:64", "kv_evict": "heavy:512", "reuse": "chunks"}
+ALL: dict[str, Any] = {
+    "kv": "int8", "kv_offload": "auto", "attend": "top:64", "kv_evict": "heavy:512", "reuse": "chunks",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ ALL = {"kv": "int8", "kv_offload": "auto", "attend": "top:64", "kv_evict": "heav
     ],
 )
 def test_each_model_has_one_reason_for_what_it_cannot_take(model: str, idle: dict[str, str]) -> None:
-    found = idle_with(parse_config(MODELS[model], "a test's config"), EngineConfig(**ALL))  # type: ignore[arg-type]
+    found = idle_with(parse_config(MODELS[model], "a test's config"), EngineConfig(**ALL))
     assert found.keys() == idle.keys()
     for name, error in found.items():
         possible = Fix.flag("--kv-evict", "sinks:512") if "sinks" in idle[name] else None
@@ -69,7 +71,7 @@ def test_each_model_has_one_reason_for_what_it_cannot_take(model: str, idle: dic
 
 
 def test_what_a_device_cannot_do_is_told_with_what_can() -> None:
-    wanted = EngineConfig(**ALL, vram=1 << 30)  # type: ignore[arg-type]
+    wanted = EngineConfig(**ALL, vram=1 << 30)
     assert {*idle_on("cpu", wanted)} == {"vram"} and {*idle_on("cuda:0", wanted)} == {"attend"}
     assert idle_on("cuda:0", wanted)["attend"].fixes[:2] == (
         Fix.flag("--attend", "top:64", "--kv-offload", "off"),
@@ -88,8 +90,8 @@ def test_what_a_device_cannot_do_is_told_with_what_can() -> None:
         ({"reuse": "chunks"}, "reused tokens are not computed"),
     ],
 )
-def test_what_contradicts_eviction_is_refused(other: dict[str, str], why: str) -> None:
-    wanted = EngineConfig(kv_evict="sinks:64", **other)  # type: ignore[arg-type]
+def test_what_contradicts_eviction_is_refused(other: dict[str, Any], why: str) -> None:
+    wanted = EngineConfig(kv_evict="sinks:64", **other)
     with pytest.raises(UsageError, match="cannot go together") as caught:
         require_agreement(wanted)
     assert why in caught.value.why and len(caught.value.fixes) == 2
