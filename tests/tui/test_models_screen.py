@@ -85,6 +85,7 @@ def disk(home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDisk:
     fake = FakeDisk()
     for name in ("list_models", "pull", "removal"):
         monkeypatch.setattr(hub, name, getattr(fake, name))
+    monkeypatch.setattr("localllm.hub.repo_cache.free_bytes", lambda _folder: 1 << 40)
     return fake
 
 
@@ -177,8 +178,7 @@ async def test_the_least_important_columns_go_where_there_is_no_room() -> None:
         assert "llama-3.3-70b" in shown(app) and "0.18" in shown(app)
 
 
-async def test_what_is_here_comes_first_then_what_suits_this_machine_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.hub.repo_cache.free_bytes", lambda _folder: 1 << 40)
+async def test_what_is_here_comes_first_then_what_suits_this_machine_best() -> None:
     async with models(size=(100, 120)) as (app, pilot, screen):
         await until(pilot, lambda: "…" not in shown(app))
         names = [line.name for line in screen.table.lines]
