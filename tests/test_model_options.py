@@ -72,12 +72,8 @@ def test_each_model_has_one_reason_for_what_it_cannot_take(model: str, idle: dic
 
 def test_what_a_device_cannot_do_is_told_with_what_can() -> None:
     wanted = EngineConfig(**ALL, vram=1 << 30)
-    assert {*idle_on("cpu", wanted)} == {"vram"} and {*idle_on("cuda:0", wanted)} == {"attend"}
-    assert idle_on("cuda:0", wanted)["attend"].fixes[:2] == (
-        Fix.flag("--attend", "top:64", "--kv-offload", "off"),
-        Fix.flag("--device", "cpu"),
-    )
-    assert not idle_on("cuda:0", EngineConfig(attend="top:64", kv_evict="heavy:512"))
+    assert {*idle_on("cpu", wanted)} == {"vram"} and not idle_on("cuda:0", wanted)
+    assert idle_on("cpu", wanted)["vram"].fixes == (Fix.without("--vram"),)
     with pytest.raises(UsageError, match="--vram cannot take effect"):
         require_effect(parse_config(LLAMA, "a test's config"), EngineConfig(vram=1 << 30), "cpu")
 
@@ -129,14 +125,12 @@ def test_what_is_stored_is_left_aside_where_a_model_cannot_take_it_and_said_once
         assert sorted(told) == sorted(ALL if command is run else ALL.keys() - {"reuse"})
 
 
-def test_what_is_stored_is_left_aside_on_cards_that_cannot_do_it_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stored_is_left_aside_on_several_cards_and_said_once(
+    stateful: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCALLLM_ATTEND", "top:8")
-    cards = ("--gpu", "rtx4060", "--gpu", "rtx4090", "--gpu", "none")
-    planned = run_cli("plan", "qwen3-8b", *cards, "--kv-offload", "auto")
-    assert planned.code == 0 and planned.err.count("LOCALLLM_ATTEND is left aside: with --kv-offload") == 1
-    typed = run_cli("plan", "qwen3-8b", *cards[:2], "--kv-offload", "auto", "--attend", "top:8")
-    assert typed.code == 2 and typed.error_lines[2].endswith("--attend top:8 --kv-offload off")
-    assert "--kv-offload off" in planned.err
+    planned = run_cli("plan", str(stateful), "--gpu", "rtx4060", "--gpu", "rtx4090", "--gpu", "none")
+    assert planned.code == 0 and planned.err.count("LOCALLLM_ATTEND is left aside") == 1
 
 
 def test_a_contradiction_is_refused_where_one_of_the_two_is_stored(

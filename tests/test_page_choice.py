@@ -288,6 +288,9 @@ def test_a_plan_knows_the_sketches_and_what_is_read():
     assert (
         few < full / 7 and many > few and shapes[0].kv_bytes(64) < shapes[1].kv_bytes(64) < 1.1 * shapes[0].kv_bytes(64)
     )
+    all_pages, few_pages = (replace(shape, resident_tokens=1024) for shape in shapes[:2])
+    assert few_pages.brought_bytes(32_768, 2) == 2 * few_pages.chosen_tokens * all_pages.kv_bytes_per_token
+    assert few_pages.brought_bytes(1_100, 1) == all_pages.brought_bytes(1_100, 1) == 76 * all_pages.kv_bytes_per_token
 
 
 def planned_shape(attend: str) -> ModelShape:

@@ -46,6 +46,10 @@ class HostSpill(ExtentStore):
             raise
         return Extent(slot)
 
+    def are_readable(self, extents: Sequence[Extent]) -> bool:
+        """Return whether the GPU's kernels may read these where they are."""
+        return all(self._pinning.is_readable(self._memory[extent.slot]) for extent in extents)
+
     def part(self, row: int, extent: Extent) -> Tensor:
         """Return an extent's pages in a layer, uint8 [pages, layer_bytes]."""
         return self._memory[extent.slot][row]

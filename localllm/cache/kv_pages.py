@@ -73,7 +73,8 @@ class KVPages:
             return LayerGroup(window, shape, layers, PagePool(dense, homes, ferry), sealed, shared, *rules)
 
         slot_pages = 0
-        if spill is not None and chosen_pages is not None:  # most of the memory is for what is chosen, old or new
+        if spill is not None and chosen_pages is not None and spill.device == HOST:
+            # Most of the memory is for what is chosen, old or new; a GPU reads it where it rests.
             newest = spill.resident_tokens // 4
             slot_pages = pages_of(spill.resident_tokens - newest)
             spill = replace(spill, resident_tokens=newest)

@@ -3,6 +3,9 @@
 A ring of two places: while one layer attends, the parts of the next one are read from the disk, or copied to a GPU.
 Behind the last layer comes the first one of the next step, so that a long answer reads all the time. A page that rests
 elsewhere has its address changed for each layer; who attends reads the same bytes as if it had never left.
+
+Where tokens choose the pages that they attend to, only those come: from the disk one by one, and from the host's memory
+a GPU's kernels read them over the link.
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ class _Lap:
 class PageRing:
     """Brings the parts of one layer after the other. One forward at a time.
 
-    stores: of each group of layers whose pages may leave memory. A layer whose attention the host computes reads what
-    rests in the host's memory where it is.
+    stores: of each group of layers whose pages may leave memory. What rests in the host's memory is read where it is by
+    a layer whose attention the host computes, and by tokens that choose.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class PageRing:
             if slot_pages and isinstance(store, SpillFile)
         }
         self.brings = False  # as the last `begin` has it: pages come one by one
+        self._is_in_place = False  # the same: a GPU reads pages where they rest
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._lap = _Lap()
         self._index = 0  # of the layer that is next, counted on over the laps
@@ -101,10 +105,13 @@ class PageRing:
 
     def begin(self, layers: Sequence[int], kvs: Sequence[Spilled], *, chooses: bool = False) -> None:
         """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
-        attend to, and the caller calls `bring` for those. Raises what torch does where there is no memory."""
+        attend to, and only those are read: the caller calls `bring` for them, or its kernels read them on a GPU. Raises
+        what torch does where there is no memory."""
         self._homes = kvs[0].homes
         spilled = [*dict.fromkeys(kv for kv in kvs if kv.num_spilled)]
-        self.brings = chooses and bool(self._slots) and all(kv.num_sketched > kv.num_spilled for kv in spilled)
+        chooses = chooses and all(kv.num_sketched > kv.num_spilled for kv in spilled)
+        self.brings = chooses and bool(self._slots)
+        self._is_in_place = chooses and self._are_readable(spilled)
         if self.brings:
             self._free_places()
             self._number(spilled)
@@ -116,10 +123,10 @@ class PageRing:
         lap = _Lap(tuple(filter(self._is_brought, layers)), extents)
         self._offsets = {(kv, group): self._offsets_of(kv, group, lap) for kv in spilled for group in groups}
         self._rests = {(kv, group): self._rests_of(kv, group) for kv in spilled for group in self._in_memory}
-        cards = {self._places[layer][0]: self._homes[layer][0] for layer in lap.layers if self._in_memory}
-        for (kv, group), offsets in self._offsets.items():
+        cards = {self._places[each][0]: self._homes[each][0] for each in layers if self._homes[each][0] != HOST}
+        for (kv, group), begins in (self._rests if self._is_in_place else self._offsets).items():
             if group in cards:  # what a GPU's tables have, until a layer's place is known
-                kv.addresses(group, cards[group])[1 : 1 + len(offsets)] = offsets
+                kv.addresses(group, cards[group])[1 : 1 + len(begins)] = begins
         if not lap.layers:
             return
         is_next = lap == self._lap and self._index % len(lap.layers) == 0
@@ -215,7 +222,13 @@ class PageRing:
     def _is_brought(self, layer: int) -> bool:
         """Return whether a layer's pages pass through the ring."""
         group = self._places[layer][0]
-        return group in self._stores and (group not in self._in_memory or self._homes[layer][0] != HOST)
+        rests_here = group in self._in_memory and (self._is_in_place or self._homes[layer][0] == HOST)
+        return group in self._stores and not rests_here
+
+    def _are_readable(self, kvs: Sequence[Spilled]) -> bool:
+        """Return whether a GPU's kernels may read these sequences' pages in the host's memory."""
+        stores = self._in_memory.items()
+        return bool(stores) and all(store.are_readable(kv.extents[group]) for kv in kvs for group, store in stores)
 
     def _make_room(self, lap: _Lap, spilled: Sequence[Spilled]) -> None:
         """Have memory for a lap; of a GPU's for all that the longest sequence may come to have, as torch keeps each

@@ -102,16 +102,20 @@ def _spilled(plan: Plan) -> str:
     """Return how keys and values are shared out between the fastest memory and what is below it; "" where all are where
     they are used."""
     shape, resident = plan.shape, plan.shape.resident_tokens
-    num_bytes, on_card = shape.spilled_bytes(plan.kv_tokens, plan.sequences), plan.costs.card is not None
-    brought = round(num_bytes * plan.costs.work.kv_share) if on_card else num_bytes
-    if resident is None or not brought:
+    on_card = plan.costs.card is not None
+    share = plan.costs.work.kv_share if on_card else 1.0
+    num_bytes = round(share * shape.spilled_bytes(plan.kv_tokens, plan.sequences))
+    if resident is None or not num_bytes:
         return ""
     near, below, brings = ("on the GPU", "in memory", "copies") if on_card else ("in memory", "on the disk", "reads")
     rest = f"keys and values of {resident:,} tokens are {near}, those before them {below}"
-    if shape.chosen_tokens is not None:
-        return f"{rest}, {format_bytes(brought)} behind {plan.ctx:,} tokens, of which a step {brings} what is chosen"
     step = short_duration(plan.costs.decode_s(plan.ctx, plan.sequences))
-    return f"{rest}; behind {plan.ctx:,} tokens a step {brings} {format_bytes(brought)} and takes about {step}"
+    brought = round(share * shape.brought_bytes(plan.ctx, plan.sequences))
+    if brought < num_bytes:
+        what = f"reads what is chosen, about {format_bytes(brought)} of {format_bytes(num_bytes)},"
+    else:
+        what = f"{brings} {format_bytes(num_bytes)}"
+    return f"{rest}; behind {plan.ctx:,} tokens a step {what} and takes about {step}"
 
 
 def mixture(shape: ModelShape) -> str:

@@ -15,8 +15,6 @@ from localllm.settings import EngineConfig
 if TYPE_CHECKING:
     from localllm.models.architecture import ModelConfig
 
-TO_CPU = Fix.flag("--device", "cpu")
-
 
 def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model") -> dict[str, UsageError]:
     """Return the settings that cannot take effect with a model, each with the error for one that was typed."""
@@ -37,30 +35,23 @@ def idle_with(config: ModelConfig, wanted: EngineConfig, name: str = "this model
         "kv_evict": near or latent,
         "reuse": why_not_moved(config),
     }
-    found = _idle(wanted, reasons, f"with {name}", [])
+    found = _idle(wanted, reasons, f"with {name}")
     if latent and eviction is not None and not near:
         found["kv_evict"].fix = Fix.flag("--kv-evict", f"sinks:{eviction.tokens}")
     return found
 
 
-def idle_on(device: str, wanted: EngineConfig, to_cpu: Fix = TO_CPU) -> dict[str, UsageError]:
-    """Return the same of a device. to_cpu: the flag by which a CPU computes."""
-    if not has_card(device):
-        return _idle(wanted, {"vram": "no GPU is used; --ram limits the memory of a CPU"}, "here", [])
-    offloads = wanted.kv_offload != EngineConfig.kv_offload
-    why = (
-        "with --kv-offload a GPU is sent all pages over the link, chosen or not; with --kv-offload off, or on a CPU, "
-        "only the chosen ones are read"
-    )
-    reasons = {"attend": why if offloads else ""}
-    return _idle(wanted, reasons, f"on {device}", [Fix.flag("--attend", wanted.attend, "--kv-offload", "off"), to_cpu])
+def idle_on(device: str, wanted: EngineConfig) -> dict[str, UsageError]:
+    """Return the same of a device."""
+    no_gpu = "" if has_card(device) else "no GPU is used; --ram limits the memory of a CPU"
+    return _idle(wanted, {"vram": no_gpu}, "here")
 
 
-def _idle(wanted: EngineConfig, reasons: Mapping[str, str], where: str, fixes: list[Fix]) -> dict[str, UsageError]:
+def _idle(wanted: EngineConfig, reasons: Mapping[str, str], where: str) -> dict[str, UsageError]:
     asked = {name: why for name, why in reasons.items() if why and getattr(wanted, name) != getattr(EngineConfig, name)}
     flags = {name: "--" + name.replace("_", "-") for name in asked}
     return {
-        name: UsageError(f"{flags[name]} cannot take effect {where}", why=why, fix=[*fixes, Fix.without(flags[name])])
+        name: UsageError(f"{flags[name]} cannot take effect {where}", why=why, fix=Fix.without(flags[name]))
         for name, why in asked.items()
     }
 

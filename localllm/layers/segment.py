@@ -62,7 +62,7 @@ class SpilledPages(Protocol):
 
     def begin(self, layers: Sequence[int], kvs: Sequence[Any], *, chooses: bool) -> None:
         """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
-        attend to, and the caller calls `bring` for those."""
+        attend to, and only those are read: the caller calls `bring` for them, or its kernels read them on a GPU."""
 
     def bring(self, layer: int, chosen: Tensor) -> None:
         """Write the addresses of a layer's pages in place of their numbers, once they are in memory."""
@@ -184,15 +184,14 @@ class Segment:
         return self.kv.state is not None and self.kv.state.committed > self.past
 
 
-def ring_of(segments: Sequence[Segment], layers: Sequence[int], *, can_bring: bool) -> SpilledPages | None:
+def ring_of(segments: Sequence[Segment], layers: Sequence[int], *, reads_chosen: bool) -> SpilledPages | None:
     """Begin a forward of these segments through these layers; return what brings their pages from where they
-    rest, if any rest elsewhere. can_bring: the caller calls `bring`."""
+    rest, if any rest elsewhere. reads_chosen: where all tokens choose their pages, the caller reads no others."""
     spilled = [segment for segment in segments if segment.kv.ring is not None]
     ring = spilled[0].kv.ring if spilled else None
     if ring is not None:
-        ring.begin(
-            layers, [each.kv for each in spilled], chooses=can_bring and all(each.all_choose for each in spilled)
-        )
+        chooses = reads_chosen and all(each.all_choose for each in spilled)
+        ring.begin(layers, [each.kv for each in spilled], chooses=chooses)
     return ring
 
 

@@ -104,7 +104,7 @@ class CpuProgram:
             self._tapes.clear()
             self._room = Buffers(self.decoder, self.isa, rows)
         room = self._room
-        ring = self.decoder.ring_of(batches, can_bring=True)
+        ring = self.decoder.ring_of(batches, reads_chosen=True)
         if on_block is None and len(batches) == 1 and not self._waits and ring is None:
             return self._in_one_call(room, batches[0], on_states)
         # A guess is judged by the pool's next call, which is another batch's where there are several.

@@ -182,12 +182,12 @@ class Decoder:
         """The device on which the state of each layer that has one is used."""
         return tuple(block.device for block in self.blocks for body in block.mixers if isinstance(body, Recurrent))
 
-    def ring_of(self, batches: Sequence[Batch], *, can_bring: bool = False) -> SpilledPages | None:
-        """Begin a forward; return what brings pages for its layers that rest elsewhere, if any do. can_bring: see
-        `SpilledPages.begin`."""
+    def ring_of(self, batches: Sequence[Batch], *, reads_chosen: bool = False) -> SpilledPages | None:
+        """Begin a forward; return what brings pages for its layers that rest elsewhere, if any do. reads_chosen: as
+        `layers.segment.ring_of` has it."""
         layers = [layer for block in self.blocks for layer in block.attended_layers]
         segments = [segment for batch in batches for segment in batch.segments]
-        return ring_of(segments, layers, can_bring=can_bring)
+        return ring_of(segments, layers, reads_chosen=reads_chosen)
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden] on the embedding's device, with what adapters add. What tokens have for each layer is looked up,

@@ -60,7 +60,7 @@ def engine_config(resolved: ResolvedSettings, model: ModelConfig, tell: Callable
     wanted = with_room_for_adapters(resolved.settings)
     if line := idle_gpu(wanted.device):
         tell(line)
-    return possible(resolved, model, wanted, device_name(wanted.device), tell)
+    return effective_config(resolved, model, wanted, device_name(wanted.device), tell)
 
 
 def refuse_idle(resolved: ResolvedSettings, model: ModelConfig, name: str) -> None:
@@ -88,19 +88,18 @@ def _refuse_typed(resolved: ResolvedSettings, idle: Mapping[str, UsageError]) ->
     raise error
 
 
-def possible(
+def effective_config(
     resolved: ResolvedSettings,
     model: ModelConfig,
     wanted: EngineConfig,
     device: str,
     tell: Callable[[str], None],
-    to_cpu: Fix | None = None,
 ) -> EngineConfig:
     """Return the settings without those that cannot take effect with a model or on a device, which `tell` hears.
-    to_cpu: as `idle_on` has it. Raises as `engine_config`."""
-    from localllm.engine.model_options import TO_CPU, idle_on, idle_with, require_agreement
+    Raises as `engine_config`."""
+    from localllm.engine.model_options import idle_on, idle_with, require_agreement
 
-    on_device = idle_on(device, wanted, to_cpu or TO_CPU)
+    on_device = idle_on(device, wanted)
     _refuse_typed(resolved, on_device)
     idle = idle_with(model, wanted) | on_device
     for name, error in idle.items():

@@ -11,7 +11,7 @@ from localllm.config import ResolvedSettings, format_bytes, format_figure
 from localllm.errors import Fix, UsageError
 from localllm.offload.planner.card_sheets import CardSheet, OtherMachine
 from localllm.offload.planner.plan import GIB
-from localllm.runtime.engine_loader import possible, refuse_idle, refuse_idle_vram
+from localllm.runtime.engine_loader import effective_config, refuse_idle, refuse_idle_vram
 from localllm.runtime.plan_request import Goal, job_of, shape_and_files
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def considered_elsewhere(
     for number, card in enumerate(cards, 1):
         say(f"planning: card {number} of {len(cards)}")
         wanted, other = config if card is not None else replace(config, vram=None), OtherMachine(card, ram_bytes)
-        wanted = possible(resolved, shape.config, wanted, other.device, once, Fix.flag("--gpu", "none"))
+        wanted = effective_config(resolved, shape.config, wanted, other.device, once)
         yield CardPlan(card, consider(shape, files, wanted, say, job=job_of(goal, resolved), other=other))
 
 

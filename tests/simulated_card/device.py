@@ -28,13 +28,15 @@ _numbers = itertools.count(1)
 @dataclass(frozen=True)
 class CardConfig:
     """schedule, seed: when streams do their work. memory_bytes: of the card. lockable_bytes: of the host's memory, what
-    the driver page-locks at most: 0 for a machine that has none of it, a few MiB as on WSL2. link_gbs: a slow link has
-    little. graph_bytes, kernel_bytes: what the driver takes for a graph, and for a kernel at its first launch."""
+    the driver page-locks at most: 0 for a machine that has none of it, a few MiB as on WSL2. reads_host: kernels find
+    what is page-locked at the address that it has on the host. link_gbs: a slow link has little. graph_bytes,
+    kernel_bytes: what the driver takes for a graph, and for a kernel at its first launch."""
 
     schedule: Schedule = "lazy"
     seed: int = 0
     memory_bytes: int = 1 << 30
     lockable_bytes: int | None = None
+    reads_host: bool = True
     link_gbs: float = 25.0
     memory_gbs: float = 400.0
     launch_s: float = 2e-6
@@ -217,7 +219,10 @@ class SimulatedCard:
         return self.memory.base <= tensor.data_ptr() < self.memory.base + self.memory.arena.numel()
 
     def bytes_at(self, address: int, num_bytes: int) -> Tensor:
-        """Return the memory at an address that a kernel has from a table. Raises as `asked` where none is there."""
+        """Return the memory at an address that a kernel has from a table: the card's, or page-locked memory of the
+        host. Raises as `asked` where none is there."""
+        if self.config.reads_host and self.host.holds(address, num_bytes):
+            return self.host.bytes_at(address, num_bytes)
         if not self.memory.holds(address, num_bytes):
             self.is_lost = True
         self.asked("a kernel")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections import Counter
 
@@ -36,12 +37,20 @@ class HostMemory:
         return kept + sum(self.registered.values()) + sum(map(_power_of_two, self._allocated.values()))
 
     def is_locked(self, tensor: Tensor) -> bool:
-        address, num_bytes = span(tensor)
+        return self.holds(*span(tensor))
+
+    def holds(self, address: int, num_bytes: int) -> bool:
+        """Return whether so many bytes are page-locked from there on."""
         return any(
             begin <= address and address + num_bytes <= begin + size
             for ranges in (self.registered, self._allocated)
             for begin, size in list(ranges.items())  # a thread of its own may add some
         )
+
+    def bytes_at(self, address: int, num_bytes: int) -> Tensor:
+        """Return that memory."""
+        assert self.holds(address, num_bytes)
+        return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
 
     def register(self, address: int, num_bytes: int) -> bool:
         """Return whether the driver takes it."""

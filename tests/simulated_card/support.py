@@ -19,6 +19,7 @@ from localllm.models import gpu_warm
 from localllm.models.offloaded_model import OffloadedModel
 from localllm.offload.placement import BlockPlacement
 from localllm.offload.planner.profile import DeviceRates, FormatRates, Profile, kept_profile, torch_build
+from localllm.offload.streaming import pinned
 from localllm.quant.recipe import RECIPES
 from tests.engine_support import generated
 from tests.packed_support import pack
@@ -53,6 +54,7 @@ def on_simulated_card(
         patch.setattr(torch.cuda.graph, "default_capture_stream", None)
         patch.setattr(ready, "missing", lambda device: "" if device.type == "cuda" else "they are made for NVIDIA GPUs")
         patch.setattr(ready, "_checked", lambda *_: "")
+        patch.setattr(pinned, "is_read_at_its_address", lambda _card: card.config.reads_host)
         # Nothing is compiled here that differs by the number of rows, and all of them are two thirds of a load.
         patch.setattr(gpu_warm, "_ROWS", (1, 2))
         patch.setattr(gpu_warm, "_MANY_ROWS", (32,))

@@ -18,6 +18,7 @@ from localllm.engine.runner import ModelRunner
 from localllm.engine.step_types import Chunk
 from localllm.settings import EngineConfig
 from localllm.text.tokenizer import Tokenizer
+from tests.checkpoints import write_checkpoint
 from tests.engine_support import answered, generated, steps
 from tests.kv_support import check_pages
 from tests.simulated_card.device import DEVICE, CardConfig
@@ -27,16 +28,19 @@ from tests.test_device_placement import CPU, Packed
 
 LATE = [schedule for schedule in SCHEDULES if schedule != "eager"]
 RESIDENT = 192  # three pages
+CHOSEN = 2
 LONG = tuple(3 + index * index % 90 for index in range(330))
 WISH = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 
 
 @contextmanager
-def offloading(packed: Packed, placement: str, device=DEVICE, resident: int | None = RESIDENT) -> Iterator[Engine]:
+def offloading(
+    packed: Packed, placement: str, device=DEVICE, resident: int | None = RESIDENT, chosen_pages: int | None = None
+) -> Iterator[Engine]:
     with packed.opened(device) as placed:
         placed.place(blocks(packed, placement), 8)
         loaded = LoadedModel(placed.decode_model, 640, placed=placed, resident_tokens=resident)
-        engine = Engine(loaded, Tokenizer.load(packed.checkpoint))
+        engine = Engine(loaded, Tokenizer.load(packed.checkpoint), chosen_pages=chosen_pages)
         yield engine
         engine.residency.kv_pages.close()
 
@@ -82,28 +86,89 @@ def test_blocks_move_beside_pages_that_rest(packed_models, expected, simulated_c
         assert found == expected[0] and not engine.residency.kv_pages.host_bytes
 
 
-def test_memory_is_what_the_plan_says(checkpoint_of_card, simulated_card):
-    config = EngineConfig(device="cuda", weights="int8", dtype="fp32", ctx=256, kv_offload=f"keep:{RESIDENT}")
-    with simulated_card(CardConfig()), closing(Engine.load(checkpoint_of_card, config)) as engine:
+@pytest.mark.parametrize(
+    ("config", "placement", "is_read_in_place"),
+    [
+        (CardConfig("lazy"), "resident", True),
+        (CardConfig("random", seed=1), "streamed", True),
+        (CardConfig("copies-late", lockable_bytes=0), "resident", False),
+        (CardConfig("lazy", reads_host=False), "resident", False),
+    ],
+)
+def test_only_chosen_pages_come_where_the_card_reads_the_hosts_memory(
+    config, placement, is_read_in_place, packed_models, simulated_card
+):
+    """Elsewhere all of them are copied. No token depends on it."""
+    packed, sent = packed_models["int8"], list[int]()
+    request = Request((*LONG, *LONG[:230]), replace(WISH, max_tokens=8))
+    with offloading(packed, "resident", CPU, None, CHOSEN) as engine:
+        (expected,) = answered(engine, request)
+    with simulated_card(config), offloading(packed, placement, chosen_pages=CHOSEN) as engine:
+        engine.submit(request)
+        found = []
+        for event in steps(engine):
+            if isinstance(event, TokenEvent):
+                found.append(event.token_id)
+                sent.append(engine.residency.kv_pages.ring.clock.bytes_sent)
+    assert found == expected.token_ids
+    # The first token behind the prompt makes the sketches of all pages.
+    assert (sent[-1] == sent[3]) == is_read_in_place
+
+
+@pytest.mark.parametrize(
+    ("ctx", "attend", "said"),
+    [
+        (256, "all", "in memory; behind 256 tokens a step copies"),
+        (1024, "top:1", "in memory; behind 1,024 tokens a step reads what is chosen, about"),
+    ],
+)
+def test_memory_is_what_the_plan_says(ctx, attend, said, tmp_path, simulated_card):
+    write_checkpoint(tmp_path, "llama", layers=2, max_position_embeddings=1024)
+    offload = f"keep:{RESIDENT}"
+    config = EngineConfig(device="cuda", weights="int8", dtype="fp32", ctx=ctx, kv_offload=offload, attend=attend)
+    with simulated_card(CardConfig()), closing(Engine.load(tmp_path, config)) as engine:
         pages, plan, seen = engine.residency.kv_pages, engine.plan, list[tuple[int, int]]()
-        engine.submit(Request(LONG[:250], WISH))
+        engine.submit(Request((LONG * 4)[: ctx - 6], WISH))
         for _ in steps(engine):
             seen.append((pages.nbytes, pages.host_bytes))
         on_card, on_host = map(max, zip(*seen, strict=True))
-        assert 0 < on_card <= plan.ledger["vram"]["kv"] + 250 * (plan.shape.kv_bytes_per_token + plan.shape.row_bytes)
+        forward = min(ctx, 512) * (plan.shape.kv_bytes_per_token + plan.shape.row_bytes)
+        assert 0 < on_card <= plan.ledger["vram"]["kv"] + forward
         assert on_host == plan.ledger["ram"]["kv"] and not plan.ledger["disk"].get("kv")
-        assert "in memory; behind 256 tokens a step copies" in plan_text.long_texts(plan)
+        assert said in plan_text.long_texts(plan)
+
+
+def test_texts_that_choose_are_the_same_beside_others_and_where_blocks_move(packed_models, simulated_card):
+    """Some of them have all of their pages in the card's memory."""
+    packed, requests = packed_models["int8"], [Request(text, WISH) for text in (LONG, LONG[:40], LONG[10:])]
+    with offloading(packed, "resident", CPU, None, CHOSEN) as engine:
+        expected = [answered(engine, request)[0].token_ids for request in requests]
+    with simulated_card(CardConfig("random", seed=3)), offloading(packed, "resident", chosen_pages=CHOSEN) as engine:
+        found = {engine.submit(request): list[int]() for request in requests}
+        for event in steps(engine):
+            if isinstance(event, TokenEvent):
+                found[event.request_id].append(event.token_id)
+                placement = {7: "mixed", 11: "streamed"}.get(sum(map(len, found.values())))
+                if placement is not None:
+                    engine.residency.move(blocks(packed, placement))
+        assert [*found.values()] == expected
+        pages = engine.residency.kv_pages
+        check_pages(pages)
+        assert not pages.host_bytes and not pages.ring.nbytes
 
 
 @pytest.mark.slow
-def test_a_step_has_the_bits_that_it_has_with_all_pages_in_the_cards_memory(packed_models, simulated_card):
-    """By the true kernels, which share a long text out over programs."""
+@pytest.mark.parametrize("chosen_pages", [None, 1])
+def test_a_step_has_the_bits_that_it_has_with_all_pages_in_the_cards_memory(
+    chosen_pages, packed_models, simulated_card
+):
+    """By the true kernels, which share a long text out over programs; they read what is chosen where it rests."""
     found = []
     with simulated_card(CardConfig("lazy"), "interpreted"):
         for resident in (None, RESIDENT):
-            with offloading(packed_models["int8"], "resident", resident=resident) as engine:
+            with offloading(packed_models["int8"], "resident", resident=resident, chosen_pages=chosen_pages) as engine:
                 kv, operators = engine.residency.new_kv(len(LONG)), ModelRunner(engine.model)
-                operators.gpu_program = None
+                kv.attend_from, operators.gpu_program = 326, None
                 operators.forward([Chunk(LONG, kv, 326)])
                 rows = [engine.runner.forward([Chunk(LONG, kv, count)]) for count in (1, 3)]
                 found.append((kv.num_spilled, torch.cat(rows).tolist()))

@@ -20,6 +20,7 @@ from localllm.kernels.gpu.page_choice import Choices, choose, new_chosen
 from localllm.kernels.gpu.rope import Rope
 from localllm.kernels.kv_page import PAGE_TOKENS
 from localllm.kernels.page_choice import FIXED_PAGES, rotated_groups, scores_of, sketch_of
+from localllm.kernels.page_locked import page_locked
 from localllm.kernels.paged_attention import LayerPages
 from localllm.kernels.sizes import SketchLayout
 
@@ -29,7 +30,8 @@ _LOSS = 0.02  # of the shares of attention of the best ones, where what is alike
 
 def choice_cases(device: torch.device, heads: Heads) -> Iterator[Case]:
     """The last five of new tokens behind 700 choose: pages whose shares of attention are hardly below the largest. What
-    they attend to is compared with the operators' attention to the same pages."""
+    they attend to is compared with the operators' attention to the same pages. Steps find most of these in the host's
+    memory, as they do with --kv-offload."""
     H, KH, D = heads.heads, heads.kv_heads, heads.head_dim
     sinks = torch.randn(H, device=device) + 6 if heads.has_sinks else None
     options = {"scale": D**-0.5, "softcap": heads.softcap, "sinks": sinks}
@@ -38,9 +40,12 @@ def choice_cases(device: torch.device, heads: Heads) -> Iterator[Case]:
         qkv, rope = torch.randn((count, H + 2 * KH, D), device=device), Rope(torch.zeros((1, D // 2), device=device))
         out = poisoned(count, H * D, device=device)
         q, _ = pages.by_kernels(qkv, rope, rows, out, options, is_prefill=is_prefill)
-        addresses = _by_kernels(pages, q, out, rows, options, is_prefill=is_prefill)
+        held_at = [page.data_ptr() for page in pages.pages]
+        resting = [] if is_prefill else _at_rest(pages.pages[1:-3], device)
+        held_at[1 : 1 + len(resting)] = [page.data_ptr() for page in resting]
+        addresses = _by_kernels(pages, held_at, q, out, rows, options, is_prefill=is_prefill)
         loss, right = math.inf, torch.zeros_like(out[-5:])
-        known = {page.data_ptr(): number for number, page in enumerate(pages.pages)}
+        known = {address: number for number, address in enumerate(held_at)}
         if set(addresses[..., :-1].flatten().tolist()) <= known.keys():  # launches that are only listed write none
             numbers = [[[known[at] for at in own[:-1]] for own in by_head] for by_head in addresses.tolist()]
             loss, right = _by_operators(pages, q, numbers, options)
@@ -48,12 +53,27 @@ def choice_cases(device: torch.device, heads: Heads) -> Iterator[Case]:
         yield Case(f"attention to what is chosen by {heads}, {count} rows", error_of(out[-5:], right), ROUNDED)
 
 
+def _at_rest(pages: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return copies in the host's memory; none where the system page-locks none for them."""
+    resting = [page_locked(tuple(page.shape), page.dtype, device).copy_(page) for page in pages]
+    return resting if all(page.is_pinned() or device.type == "cpu" for page in resting) else []
+
+
 def _by_kernels(
-    pages: Pages, q: Tensor, out: Tensor, rows: int, options: dict[str, Any], *, is_prefill: bool
+    pages: Pages,
+    held_at: Sequence[int],
+    q: Tensor,
+    out: Tensor,
+    rows: int,
+    options: dict[str, Any],
+    *,
+    is_prefill: bool,
 ) -> Tensor:
-    """Return the addresses that the last five rows have chosen, int64 [5, KH, pages]; out: of these rows."""
+    """Return the addresses that the last five rows have chosen, int64 [5, KH, pages]; out: of these rows. held_at: the
+    addresses of all pages."""
     (M, H, D), device, KH, width = q.shape, pages.device, pages.dense.num_kv_heads, len(pages.pages)
     tokens, history = pages.tables(rows // (H // KH))
+    history = replace(history, tables=torch.tensor([held_at], device=device))
     room = torch.zeros((LAYER + 1, KH, width, SketchLayout(D).nbytes), dtype=torch.uint8, device=device)
     own_words = [[room.data_ptr(), width, 0, index] for index in range(5)]
     words = torch.tensor([[0, 0, 0, 0]] * (M - 5) + own_words, device=device)

@@ -73,7 +73,10 @@ class Costs:
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
         serial_s, disk_s, link_s = self._serial_s("step", depth, rows), self._disk_s("step", rows), 0.0
-        pages_s = self._pages_s(self.shape.spilled_bytes(rows * depth, rows))
+        pages_s = self._pages_s(self.shape.brought_bytes(depth, rows))
+        if self.shape.is_chosen(depth):  # which pages come is known in the layer that waits for them
+            serial_s += pages_s
+            pages_s = 0.0
         if self.card is None:
             disk_s += pages_s
         else:

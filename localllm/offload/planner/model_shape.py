@@ -126,14 +126,26 @@ class ModelShape:
         """Return how many of so many tokens rest elsewhere: on the disk, of a GPU in the host's memory."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
 
+    def brought_bytes(self, depth: int, sequences: int) -> int:
+        """Return how many of these a step brings, where each sequence has so many tokens."""
+        spilled = self.spilled_bytes(sequences * depth, sequences)
+        if self.chosen_tokens is None or not self.is_chosen(depth):
+            return spilled
+        per_token = self.page_bytes_per_token - self.windowed_bytes_per_token
+        return min(spilled, sequences * self.chosen_tokens * per_token)
+
     @property
     def page_bytes_per_token(self) -> int:
         """Return the bytes of a token's keys and values alone."""
         return self.kv_bytes_per_token - self.sketch_bytes_per_token
 
+    def is_chosen(self, depth: int) -> bool:
+        """Return whether a token of an answer attends to some alone of so many others."""
+        return self.chosen_tokens is not None and depth > self.chosen_tokens
+
     def attended_bytes(self, depth: int) -> int:
         """Return the bytes that a token of an answer reads of so many others."""
-        if self.chosen_tokens is None or depth <= self.chosen_tokens:
+        if self.chosen_tokens is None or not self.is_chosen(depth):
             return depth * self.page_bytes_per_token
         return self.chosen_tokens * self.page_bytes_per_token + depth * self.sketch_bytes_per_token
 

@@ -105,8 +105,7 @@ class Search:
         shape = self.shape
         leave = shape.held_tokens < (self.ctx or shape.default_ctx)  # by --kv-evict
         are_windows = shape.page_bytes_per_token <= shape.windowed_bytes_per_token
-        all_are_sent = self.machine.card is not None and shape.chosen_tokens is not None
-        if self.job is not None or self.spills or leave or are_windows or all_are_sent:
+        if self.job is not None or self.spills or leave or are_windows:
             return None
         return replace(self, shape=replace(shape, resident_tokens=None), spills=True)
 

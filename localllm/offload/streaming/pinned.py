@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from localllm.offload.streaming.host_buffer import host_buffer
 from localllm.repairs import is_wsl
 
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegister...: for whatever context, and for kernels that read it themselves
+_IS_READ_AT_ITS_ADDRESS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 # Windows gives Linux 0.5 to 1 GiB in all, of which tables of forwards and the driver take some.
 _MOST_UNDER_WSL = 512 << 20
 _SPARE_BYTES = 8 << 20  # tables of forwards and drawn tokens are locked while a model is used: 0.1 to 2 MiB
@@ -66,6 +69,11 @@ class Pinning:
         """Wait until all is registered that can be; return in how many runs of memory that is."""
         return sum(registered.done.result() for registered in self._registered.values())
 
+    def is_readable(self, memory: Tensor) -> bool:
+        """Return whether kernels may read memory at its address, once that is known."""
+        registered = self._registered.get(memory.data_ptr())
+        return registered is not None and registered.done.result() and is_read_at_its_address(self._device.index or 0)
+
     def close(self) -> None:
         """Unregister everything."""
         while self._registered:
@@ -99,6 +107,18 @@ class Pinning:
         """Unregister memory, or give its registration up where that has not begun."""
         if not registered.done.cancel() and registered.done.result():
             _driver().cudaHostUnregister(address)
+
+
+@cache
+def is_read_at_its_address(card: int) -> bool:
+    """Return whether kernels find registered memory at the address that it has on the host: not on each system. False
+    where no driver of NVIDIA's says so."""
+    found = ctypes.c_int()
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
+    except OSError:
+        return False
+    return ask(ctypes.byref(found), _IS_READ_AT_ITS_ADDRESS, card) == 0 and bool(found.value)
 
 
 def _is_locked(address: int, num_bytes: int) -> bool:
