@@ -40,6 +40,8 @@ from localllm.layers.config import AttentionConfig, RopeConfig
 from localllm.layers.native_attention import NativeAttention, attention_tables
 from localllm.layers.segment import Segment
 from localllm.models.shapes import find_shape
+from localllm.offload.planner.costs import Costs, Work
+from localllm.offload.planner.machine import CardRates, Rates
 from localllm.offload.planner.model_shape import ModelShape
 from localllm.settings import EngineConfig
 from tests.engine_support import answered, generated
@@ -288,9 +290,30 @@ def test_a_plan_knows_the_sketches_and_what_is_read():
     assert (
         few < full / 7 and many > few and shapes[0].kv_bytes(64) < shapes[1].kv_bytes(64) < 1.1 * shapes[0].kv_bytes(64)
     )
-    all_pages, few_pages = (replace(shape, resident_tokens=1024) for shape in shapes[:2])
-    assert few_pages.brought_bytes(32_768, 2) == 2 * few_pages.chosen_tokens * all_pages.kv_bytes_per_token
-    assert few_pages.brought_bytes(1_100, 1) == all_pages.brought_bytes(1_100, 1) == 76 * all_pages.kv_bytes_per_token
+
+
+def test_a_plan_knows_what_a_step_brings_from_elsewhere():
+    whole = planned_shape("top:16")
+    all_pages, few_pages = (replace(planned_shape(attend), resident_tokens=1024) for attend in ("all", "top:16"))
+    token_bytes = all_pages.kv_bytes_per_token
+    chosen_bytes = 19 * 64 * token_bytes
+    of_all, of_few = (planned_costs(each) for each in (all_pages, few_pages))
+    assert of_few.brought_bytes(32_768, 2) == 2 * chosen_bytes < of_all.brought_bytes(32_768, 2) / 20
+    assert of_few.brought_bytes(1_100) == of_all.brought_bytes(1_100) == 76 * token_bytes
+    # All pages come while others are computed, and what is chosen is waited for.
+    assert of_all.decode_s(32_768) == pytest.approx(31 * 1024 * token_bytes / 1e9)
+    assert of_few.decode_s(32_768) == pytest.approx(planned_costs(whole).decode_s(32_768) + chosen_bytes / 1e9)
+    # A step of a card brings all where the host attends in some layers.
+    for share, brought in ((1.0, chosen_bytes), (0.5, 31 * 1024 * token_bytes)):
+        assert (
+            planned_costs(few_pages, CardRates(400.0, 40_000.0, 1.0, 0.0, 0.0), share).brought_bytes(32_768) == brought
+        )
+
+
+def planned_costs(shape: ModelShape, card: CardRates | None = None, kv_share: float = 0.0) -> Costs:
+    """Where pages come at 1 GB/s."""
+    rates = Rates(matrix_gbs=400.0, compute_gops=1e6, disk_gbs=1.0, cached_share=0.0)
+    return Costs(shape, rates, card, Work(0, 0, 0, kv_share=kv_share), 512)
 
 
 def planned_shape(attend: str) -> ModelShape:

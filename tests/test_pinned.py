@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from localllm import repairs
 from localllm.kernels.page_locked import page_locked
 from localllm.offload.measurements.roofline import DeviceFloors
 from localllm.offload.streaming import pinned
-from localllm.offload.streaming.pinned import Pinning
+from localllm.offload.streaming.pinned import Pinning, is_read_at_its_address
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -52,6 +54,31 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def memory(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def test_kernels_read_memory_where_the_driver_says_so_and_it_is_registered(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.limit = 100 * MIB
+    pinning, said, asked = Pinning(CUDA), [0, 1], list[int]()
+
+    def attribute(found: Any, which: int, card: int) -> int:
+        asked.append(which)
+        found._obj.value = said.pop(0)
+        return card
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: SimpleNamespace(cuDeviceGetAttribute=attribute))
+    blocks = [memory(60 * MIB) for _ in range(3)]
+    for block in blocks[:2]:
+        pinning.add(block)
+    try:
+        for expected in ([False] * 3, [True, False, False]):
+            is_read_at_its_address.cache_clear()
+            assert [pinning.is_readable(block) for block in blocks] == expected
+        assert asked == [91, 91]
+    finally:
+        is_read_at_its_address.cache_clear()
+        pinning.close()
 
 
 def test_after_the_first_refusal_nothing_more_is_asked_for_and_some_is_left_for_others(driver: Driver) -> None:

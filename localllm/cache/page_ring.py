@@ -103,15 +103,18 @@ class PageRing:
         """Bytes that were brought, and how long a layer waited for them."""
         return self._carrier.clock
 
-    def begin(self, layers: Sequence[int], kvs: Sequence[Spilled], *, chooses: bool = False) -> None:
-        """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
-        attend to, and only those are read: the caller calls `bring` for them, or its kernels read them on a GPU. Raises
-        what torch does where there is no memory."""
+    def begin(self, layers: Sequence[int], kvs: Sequence[Spilled], *, num_chosen: int = 0) -> None:
+        """A forward of these sequences begins, through these layers. num_chosen: the pages that its tokens choose, each
+        for itself, where only those are read: the caller calls `bring` for them, or its kernels read them on a GPU; 0:
+        all are read. Raises what torch does where there is no memory."""
         self._homes = kvs[0].homes
         spilled = [*dict.fromkeys(kv for kv in kvs if kv.num_spilled)]
-        chooses = chooses and all(kv.num_sketched > kv.num_spilled for kv in spilled)
+        # Kernels alone make sketches: where operators attend in some layer, all pages are brought.
+        chooses = num_chosen > 0 and all(kv.num_sketched > kv.num_spilled for kv in spilled)
         self.brings = chooses and bool(self._slots)
-        self._is_in_place = chooses and self._are_readable(spilled)
+        # Kernels read a page for each token that has chosen it, and the ring brings it once.
+        is_less = num_chosen < sum(kv.num_spilled for kv in spilled)
+        self._is_in_place = chooses and is_less and self._are_readable(spilled)
         if self.brings:
             self._free_places()
             self._number(spilled)

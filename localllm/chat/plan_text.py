@@ -110,8 +110,8 @@ def _spilled(plan: Plan) -> str:
     near, below, brings = ("on the GPU", "in memory", "copies") if on_card else ("in memory", "on the disk", "reads")
     rest = f"keys and values of {resident:,} tokens are {near}, those before them {below}"
     step = short_duration(plan.costs.decode_s(plan.ctx, plan.sequences))
-    brought = round(share * shape.brought_bytes(plan.ctx, plan.sequences))
-    if brought < num_bytes:
+    if plan.costs.brings_chosen(plan.ctx):
+        brought = plan.costs.brought_bytes(plan.ctx, plan.sequences)
         what = f"reads what is chosen, about {format_bytes(brought)} of {format_bytes(num_bytes)},"
     else:
         what = f"{brings} {format_bytes(num_bytes)}"

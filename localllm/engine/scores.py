@@ -42,7 +42,8 @@ class Scores:
         step_s = plain_s if not is_plain or timings.decode_tok_s is None else 1 / timings.decode_tok_s
         if step_s is not None and timings.decode_tok_s is not None and usage.completion_tokens >= _LEAST_TOKENS:
             depth = usage.prompt_tokens + usage.completion_tokens // 2
-            self._add(plan, costs.step_term(), step_s, costs.decode_s(depth))
+            if not costs.brought_bytes(depth):  # what keys and values from elsewhere take is in no such term
+                self._add(plan, costs.step_term(), step_s, costs.decode_s(depth))
         if timings.prefill_tok_s and usage.prompt_tokens >= _LEAST_PROMPT and not usage.cached_tokens:
             measured_s = usage.prompt_tokens / timings.prefill_tok_s
             self._add(plan, costs.prompt_term(usage.prompt_tokens), measured_s, costs.prompt_s(usage.prompt_tokens))

@@ -60,9 +60,10 @@ class SpilledPages(Protocol):
     def brings(self) -> bool:
         """Return whether `bring` is to be called for what a layer's tokens have chosen."""
 
-    def begin(self, layers: Sequence[int], kvs: Sequence[Any], *, chooses: bool) -> None:
-        """A forward of these sequences begins, through these layers. chooses: its tokens choose the pages that they
-        attend to, and only those are read: the caller calls `bring` for them, or its kernels read them on a GPU."""
+    def begin(self, layers: Sequence[int], kvs: Sequence[Any], *, num_chosen: int) -> None:
+        """A forward of these sequences begins, through these layers. num_chosen: the pages that its tokens choose, each
+        for itself, where only those are read: the caller calls `bring` for them, or its kernels read them on a GPU; 0:
+        all are read."""
 
     def bring(self, layer: int, chosen: Tensor) -> None:
         """Write the addresses of a layer's pages in place of their numbers, once they are in memory."""
@@ -190,8 +191,9 @@ def ring_of(segments: Sequence[Segment], layers: Sequence[int], *, reads_chosen:
     spilled = [segment for segment in segments if segment.kv.ring is not None]
     ring = spilled[0].kv.ring if spilled else None
     if ring is not None:
-        chooses = reads_chosen and all(each.all_choose for each in spilled)
-        ring.begin(layers, [each.kv for each in spilled], chooses=chooses)
+        reads_chosen = reads_chosen and all(each.all_choose for each in spilled)
+        num_chosen = sum((each.end - each.begin) * each.kv.chosen_pages for each in spilled) if reads_chosen else 0
+        ring.begin(layers, [each.kv for each in spilled], num_chosen=num_chosen)
     return ring
 
 

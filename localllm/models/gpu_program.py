@@ -180,10 +180,6 @@ class GpuProgram:
         """Return whether every block is for our kernels, with the keys and values where they are."""
         return all(is_ours(block, self.device, kvs[0]) for block in self.decoder.blocks)
 
-    def _attends(self, kv: KVStore) -> bool:
-        """Return whether all attention is for our kernels, with the keys and values where they are."""
-        return all(is_ours(block, self.device, kv) for block in self.decoder.blocks if block.attended_layers)
-
     def adds(self, adapters: Iterable[AppliedAdapter]) -> bool:
         """Return whether our kernels add what these adapters change, but for what is in blocks of operators."""
         for each in adapters:
@@ -301,8 +297,7 @@ class GpuProgram:
     def _many(self, batches: Sequence[Batch], on_block: OnBlock | None) -> Tensor:
         decoder, features = self.decoder, first_value_features(self.decoder.config)
         decoder.stream.begin()
-        ring = decoder.ring_of(batches, reads_chosen=self._attends(batches[0].segments[0].kv))
-        forwards: list[GpuForward] = []
+        ring, forwards = decoder.ring_of(batches, reads_chosen=True), []
         for batch in batches:
             groups = self._groups(batch)
             shape, tokens = self._shape(batch, len(batch), seen_pages(batch, groups, self.device))

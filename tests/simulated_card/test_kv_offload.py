@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def offloading(
     packed: Packed, placement: str, device=DEVICE, resident: int | None = RESIDENT, chosen_pages: int | None = None
 ) -> Iterator[Engine]:
     with packed.opened(device) as placed:
-        placed.place(blocks(packed, placement), 8)
+        beside = packed.blocks(lambda index: "resident" if index else "computed")
+        placed.place(beside if placement == "beside the host" else blocks(packed, placement), 8)
         loaded = LoadedModel(placed.decode_model, 640, placed=placed, resident_tokens=resident)
         engine = Engine(loaded, Tokenizer.load(packed.checkpoint), chosen_pages=chosen_pages)
         yield engine
@@ -93,26 +95,52 @@ def test_blocks_move_beside_pages_that_rest(packed_models, expected, simulated_c
         (CardConfig("random", seed=1), "streamed", True),
         (CardConfig("copies-late", lockable_bytes=0), "resident", False),
         (CardConfig("lazy", reads_host=False), "resident", False),
+        (CardConfig("random", seed=2), "beside the host", False),
     ],
 )
-def test_only_chosen_pages_come_where_the_card_reads_the_hosts_memory(
+def test_only_chosen_pages_come_where_the_card_attends_and_reads_the_hosts_memory(
     config, placement, is_read_in_place, packed_models, simulated_card
 ):
     """Elsewhere all of them are copied. No token depends on it."""
-    packed, sent = packed_models["int8"], list[int]()
-    request = Request((*LONG, *LONG[:230]), replace(WISH, max_tokens=8))
+    packed, request = packed_models["int8"], Request((*LONG, *LONG[:230]), replace(WISH, max_tokens=8))
     with offloading(packed, "resident", CPU, None, CHOSEN) as engine:
         (expected,) = answered(engine, request)
     with simulated_card(config), offloading(packed, placement, chosen_pages=CHOSEN) as engine:
-        engine.submit(request)
-        found = []
-        for event in steps(engine):
-            if isinstance(event, TokenEvent):
-                found.append(event.token_id)
-                sent.append(engine.residency.kv_pages.ring.clock.bytes_sent)
-    assert found == expected.token_ids
-    # The first token behind the prompt makes the sketches of all pages.
-    assert (sent[-1] == sent[3]) == is_read_in_place
+        clock = engine.residency.kv_pages.ring.clock
+        for _ in range(2):
+            found, sent, before = [], [], clock.bytes_sent
+            engine.submit(request)
+            for event in steps(engine):
+                if isinstance(event, TokenEvent):
+                    found.append(event.token_id)
+                    sent.append(clock.bytes_sent)
+            assert found == expected.token_ids
+            assert sent[1] > before
+            # The first token behind the prompt makes the sketches of all pages, which pass through the ring for that.
+            assert (sent[-1] == sent[3]) == is_read_in_place
+
+
+def test_rows_that_choose_more_than_rests_elsewhere_have_it_copied(packed_models, simulated_card):
+    packed, text = packed_models["int8"], (LONG * 2)[:600]
+    with offloading(packed, "resident", CPU, None, CHOSEN) as engine:
+        expected = logits(engine, text)[0]
+    with simulated_card(CardConfig("lazy")), offloading(packed, "resident", chosen_pages=CHOSEN) as engine:
+        found, sent = logits(engine, text)
+    assert (found - expected).norm() < 0.03 * expected.norm()  # a code falls on a step's other side
+    is_copied = [after > before for before, after in pairwise(sent)]
+    assert is_copied == [True, False, False, True, False]  # the first one makes sketches
+
+
+def logits(engine: Engine, text: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
+    """Of a few chunks behind a prompt, and what was sent by the end of each."""
+    kv, found, sent = engine.residency.new_kv(len(text)), list[torch.Tensor](), list[int]()
+    kv.attend_from = 578
+    for size in (578, 1, 1, 2, 15, 1):  # all in one page
+        found.append(engine.runner.forward([Chunk(text, kv, size)]).cpu())
+        ring = engine.residency.kv_pages.ring
+        sent.append(0 if ring is None else ring.clock.bytes_sent)
+    kv.close()
+    return torch.cat(found), sent
 
 
 @pytest.mark.parametrize(
@@ -136,6 +164,7 @@ def test_memory_is_what_the_plan_says(ctx, attend, said, tmp_path, simulated_car
         assert 0 < on_card <= plan.ledger["vram"]["kv"] + forward
         assert on_host == plan.ledger["ram"]["kv"] and not plan.ledger["disk"].get("kv")
         assert said in plan_text.long_texts(plan)
+        assert [group.spill.resident_tokens for group in pages.groups] == [RESIDENT]
 
 
 def test_texts_that_choose_are_the_same_beside_others_and_where_blocks_move(packed_models, simulated_card):
@@ -170,7 +199,7 @@ def test_a_step_has_the_bits_that_it_has_with_all_pages_in_the_cards_memory(
                 kv, operators = engine.residency.new_kv(len(LONG)), ModelRunner(engine.model)
                 kv.attend_from, operators.gpu_program = 326, None
                 operators.forward([Chunk(LONG, kv, 326)])
-                rows = [engine.runner.forward([Chunk(LONG, kv, count)]) for count in (1, 3)]
+                rows = [engine.runner.forward([Chunk(LONG, kv, count)]) for count in (1, 2, 1)]
                 found.append((kv.num_spilled, torch.cat(rows).tolist()))
                 kv.close()
     assert [count for count, _ in found] == [0, 3] and found[0][1] == found[1][1]

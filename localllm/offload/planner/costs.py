@@ -73,20 +73,29 @@ class Costs:
     def decode_s(self, depth: int, rows: int = 1) -> float:
         """Return the seconds of a step of `rows` sequences, each with `depth` tokens behind it."""
         serial_s, disk_s, link_s = self._serial_s("step", depth, rows), self._disk_s("step", rows), 0.0
-        pages_s = self._pages_s(self.shape.brought_bytes(depth, rows))
-        if self.shape.is_chosen(depth):  # which pages come is known in the layer that waits for them
-            serial_s += pages_s
-            pages_s = 0.0
+        pages_s = self._pages_s(self.brought_bytes(depth, rows))
+        # Which pages are chosen is known in the layer that waits for them; all pages come while others are computed.
+        ahead_s, waits_s = (0.0, pages_s) if self.brings_chosen(depth) else (pages_s, 0.0)
         if self.card is None:
-            disk_s += pages_s
+            disk_s += ahead_s
         else:
-            link_s = self._link_s("step", rows) + pages_s
+            link_s = self._link_s("step", rows) + ahead_s
         if not self.work.missed_bytes:
-            return max(serial_s, link_s, disk_s)
+            return max(serial_s, link_s, disk_s) + waits_s
         experts_s = self._experts_s(serial_s, rows)
         if self.card is None:
-            return serial_s + self._reading_s(experts_s, disk_s, rows)
-        return max(serial_s + max(0.0, self._missed_s(rows) - experts_s), link_s)
+            return serial_s + self._reading_s(experts_s, disk_s, rows) + waits_s
+        return max(serial_s + max(0.0, self._missed_s(rows) - experts_s), link_s) + waits_s
+
+    def brings_chosen(self, depth: int) -> bool:
+        """Return whether a step brings those of the pages alone that it chooses. With a card it brings all where the
+        host attends in some of the layers."""
+        return self.shape.is_chosen(depth) and (self.card is None or self.work.kv_share == 1)
+
+    def brought_bytes(self, depth: int, rows: int = 1) -> int:
+        """Return the bytes of keys and values that such a step brings from where they rest, of all layers."""
+        count = self.shape.chosen_bytes if self.brings_chosen(depth) else self.shape.spilled_bytes
+        return count(rows * depth, rows)
 
     def fast_s(self, num_bytes: int) -> float:
         """Return the seconds of a step of one token of a dense model of so many bytes, all in the fastest memory."""

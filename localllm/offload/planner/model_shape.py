@@ -119,20 +119,21 @@ class ModelShape:
 
     def spilled_bytes(self, num_tokens: int, sequences: int = 1) -> int:
         """Return the bytes of those that rest elsewhere."""
-        per_token = self.page_bytes_per_token - self.windowed_bytes_per_token
-        return self.spilled_tokens(num_tokens, sequences) * per_token
+        return self.spilled_tokens(num_tokens, sequences) * self._spilled_bytes_per_token
+
+    def chosen_bytes(self, num_tokens: int, sequences: int = 1) -> int:
+        """Return how many of these tokens choose that do not attend to all."""
+        spilled_tokens = self.spilled_tokens(num_tokens, sequences)
+        most = spilled_tokens if self.chosen_tokens is None else sequences * self.chosen_tokens
+        return min(spilled_tokens, most) * self._spilled_bytes_per_token
+
+    @property
+    def _spilled_bytes_per_token(self) -> int:
+        return self.page_bytes_per_token - self.windowed_bytes_per_token
 
     def spilled_tokens(self, num_tokens: int, sequences: int = 1) -> int:
         """Return how many of so many tokens rest elsewhere: on the disk, of a GPU in the host's memory."""
         return 0 if self.resident_tokens is None else max(0, num_tokens - sequences * self.resident_tokens)
-
-    def brought_bytes(self, depth: int, sequences: int) -> int:
-        """Return how many of these a step brings, where each sequence has so many tokens."""
-        spilled = self.spilled_bytes(sequences * depth, sequences)
-        if self.chosen_tokens is None or not self.is_chosen(depth):
-            return spilled
-        per_token = self.page_bytes_per_token - self.windowed_bytes_per_token
-        return min(spilled, sequences * self.chosen_tokens * per_token)
 
     @property
     def page_bytes_per_token(self) -> int:

@@ -72,7 +72,7 @@ class Pinning:
     def is_readable(self, memory: Tensor) -> bool:
         """Return whether kernels may read memory at its address, once that is known."""
         registered = self._registered.get(memory.data_ptr())
-        return registered is not None and registered.done.result() and is_read_at_its_address(self._device.index or 0)
+        return registered is not None and is_read_at_its_address(self._device.index or 0) and registered.done.result()
 
     def close(self) -> None:
         """Unregister everything."""
