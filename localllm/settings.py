@@ -101,7 +101,7 @@ class Accepts:
             return str(meant) if meant is not None and self.low <= meant <= self.high else self.usual
         with contextlib.suppress(ValueError):
             number = float(text.removesuffix("%"))
-            if self.high <= 1 and self.low <= number / 100 <= self.high and (number > 1 or text.endswith("%")):
+            if self.high <= 1 and self.low <= number / 100 <= self.high and (number >= 2 or text.endswith("%")):
                 number /= 100  # a share in percent
             if math.isfinite(near := min(max(self.low, number), self.high)):
                 return f"{near:g}"

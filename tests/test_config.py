@@ -277,7 +277,9 @@ def test_a_number_out_of_its_range_is_refused_with_the_nearest(text, meant):
     assert NUMBERED.describe() == described
 
 
-@pytest.mark.parametrize(("text", "meant"), [("30%", "0.3"), ("70", "0.7"), ("0.2", "0.2"), ("101", "0.99")])
+@pytest.mark.parametrize(
+    ("text", "meant"), [("30%", "0.3"), ("70", "0.7"), ("0.2", "0.2"), ("101", "0.99"), ("1.1", "0.99")]
+)
 def test_a_share_in_percent_is_understood(text, meant):
     assert Accepts("number", 0.01, 0.99, usual="0.5").likeliest(text) == meant
 

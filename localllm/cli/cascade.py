@@ -94,7 +94,7 @@ class CascadeFlags:
             check(selection)
             if found.setdefault(selection.files.directory, selection) is not selection:
                 why = "it would be asked twice, and be as unsure"
-                fix = _named(*others[0], *others[1])
+                fix = _named(*dict.fromkeys((*others[0], *others[1])))
                 raise UsageError(f"--cascade names the model {name} twice", why=why, fix=fix)
         return list(found.values())
 
