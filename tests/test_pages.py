@@ -548,7 +548,7 @@ def test_a_place_in_the_file_that_another_sequence_takes_is_read_anew(tmp_path):
 
     def brought(kv: PagedKV) -> set[int]:
         """Return the first bytes of its pages on the disk, as a layer's tokens find them that choose all of them."""
-        ring.begin(range(LAYERS), [kv], chooses=True)
+        ring.begin(range(LAYERS), [kv], num_chosen=1)
         _, coded = kv.layouts_of(1)
         assert ring.brings and coded is not None
         chosen = kv.addresses(0, HOST)[1 : 1 + kv.num_spilled].clone()

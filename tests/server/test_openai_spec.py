@@ -83,7 +83,7 @@ def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path:
 def test_each_part_of_a_stream_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: Json) -> None:
     validator = spec(schema)
     pieces = server.events(path, {**body, "stream": True})
-    assert len(pieces) > 3
+    assert len(pieces) > 1
     for piece in pieces:
         if schema == "CreateCompletionResponse":  # whose pieces are not described: the original's have null here
             for choice in piece["choices"]:

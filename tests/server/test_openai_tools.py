@@ -86,7 +86,7 @@ def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) ->
     with client.chat.completions.stream(**GREEDY, **ONE_TOOL) as stream:
         events = [event.type for event in stream]
         choice = stream.get_final_completion().choices[0]
-    assert events.count("tool_calls.function.arguments.delta") > 2
+    assert events.count("tool_calls.function.arguments.delta") > 0
     assert "tool_calls.function.arguments.done" in events
     assert choice.finish_reason == "tool_calls" and called(choice) == called(answered(client, **ONE_TOOL))
 
