@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from localllm.offload.planner.machine import Memory
@@ -99,7 +100,9 @@ def test_first_use_obeys_the_need_of_packing_too(model, empty_cache, monkeypatch
 def test_the_setting_and_the_variable_cap_packing(model, empty_cache, monkeypatch):
     monkeypatch.setenv("LOCALLLM_RAM", "32MiB")
     assert run_cli("quantize", model).code == 4
-    assert run_cli("quantize", model, "--ram", "4GiB").code == 0
+    # Other tests may have left gigabytes in this process, which a cap counts.
+    most = psutil.virtual_memory().total * 3 // 4 >> 30
+    assert run_cli("quantize", model, "--ram", f"{most}GiB").code == 0
     assert written(empty_cache)
 
 
