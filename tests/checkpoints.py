@@ -64,6 +64,14 @@ MULTIMODAL = {
     "mistral3": _PIXTRAL | {"model_type": "pixtral", "head_dim": 8, "image_size": 28, "patch_size": 14},
     "muse_glimmer": _PIXTRAL,
 }
+# By default they have 0.9 billion weights.
+PHI4_TOWERS = {
+    "vision_config": _PIXTRAL | {"image_size": 28, "crop_size": 28},
+    "audio_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "num_attention_heads": 2,
+        "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16,
+    },
+}  # fmt: skip
 NEMOTRON_H = {
     "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32,
     "head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
@@ -453,7 +461,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 72, "head_dim": 24, "intermediate_size": 100, "norm_bias": False, "norm_first": False}
         | {"num_hidden_layers": 3, "tie_word_embeddings": True, "v_low_rank_dim": 5, "a_low_rank_dim": 9},
     ),
-    "phi4_multimodal": ("phi4_multimodal", {"partial_rotary_factor": 0.5}),
+    "phi4_multimodal": ("phi4_multimodal", {"partial_rotary_factor": 0.5} | PHI4_TOWERS),
     "hunyuan_v1_moe-alpha": (
         "hunyuan_v1_moe",
         {"num_experts": 4, "moe_topk": 3, "head_dim": 16, "attention_bias": True}
