@@ -269,6 +269,23 @@ def test_pages_on_the_disk_are_chosen_alike():
     assert found[0] == found[1]
 
 
+def test_a_draft_over_the_border_behind_which_tokens_choose_reads_all_pages_from_the_disk():
+    """Also where it has been rejected once, and sketches of what is on the disk are there."""
+    found = []
+    for offload in ("off", "keep:256"):
+        config = EngineConfig(attend="top:2", kv_offload=offload, ctx=1024, weights="int8", speculate="off")
+        with closing(Engine.load("tiny", config)) as engine:
+            kv, text = engine.residency.new_kv(700), tuple(IDS[:400])
+            kv.attend_from = 0  # five pages are attended to in any case: 320 tokens
+            engine.runner.forward([Chunk(text, kv, 318)])
+            for _ in range(2):
+                found.append(engine.runner.forward([Chunk(text, kv, 5, all_logits=True)]))
+                assert kv.num_sketched > kv.num_spilled == (3 if offload != "off" else 0)
+                kv.trim(318)
+            kv.close()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 def test_perplexity_is_that_of_tokens_which_choose():
     losses = [chosen_engine(pages).perplexity(IDS, ctx=len(IDS)).nll for pages in (None, 50, 2, 1)]
     assert losses[0] == losses[1] and len({*losses}) == 3
