@@ -77,6 +77,13 @@ def test_an_answer_under_no_plan_and_estimated_rates_teach_nothing() -> None:
     assert set(learned(search(IT, 1 << 30).best())) == {Term("cpu", "step", "memory")}
 
 
+def test_keys_and_values_that_are_brought_from_elsewhere_teach_nothing() -> None:
+    plan = search(IT, 1 << 30).best()
+    elsewhere = replace(plan, costs=replace(plan.costs, shape=replace(plan.costs.shape, resident_tokens=8)))
+    assert elsewhere.costs.brought_bytes(20)
+    assert learned(elsewhere) == {} != learned(plan)
+
+
 def test_a_prompt_corrects_the_time_to_a_first_token_where_it_is_long_and_all_of_it_was_read() -> None:
     whole, term = search(IT, 1 << 30).best(), Term("cpu", "prompt", "compute")
     assert term not in learned(whole, prompt=100) and term not in learned(whole, prompt=600, cached=500)

@@ -82,8 +82,10 @@ def test_a_reply_is_as_described(server: Running, spec: Spec, schema: str, path:
 )
 def test_each_part_of_a_stream_is_as_described(server: Running, spec: Spec, schema: str, path: str, body: Json) -> None:
     validator = spec(schema)
-    pieces = server.events(path, {**body, "stream": True})
-    assert len(pieces) > 1
+    for _ in range(20):  # a busy machine may have several tokens for one piece
+        if len(pieces := server.events(path, {**body, "stream": True})) > 3:
+            break
+    assert len(pieces) > 3
     for piece in pieces:
         if schema == "CreateCompletionResponse":  # whose pieces are not described: the original's have null here
             for choice in piece["choices"]:

@@ -83,10 +83,14 @@ def test_a_choice_among_some_of_the_tools_is_held_to(client: openai.OpenAI) -> N
 
 @pytest.mark.supports("openai", "/v1/chat/completions", "tools: call, streamed")
 def test_the_librarys_stream_helper_accumulates_a_call(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(**GREEDY, **ONE_TOOL) as stream:
-        events = [event.type for event in stream]
-        choice = stream.get_final_completion().choices[0]
-    assert events.count("tool_calls.function.arguments.delta") > 0
+    for _ in range(20):  # a busy machine may have several tokens for one piece
+        with client.chat.completions.stream(**GREEDY, **ONE_TOOL) as stream:
+            events = [event.type for event in stream]
+            choice = stream.get_final_completion().choices[0]
+        if events.count("tool_calls.function.arguments.delta") > 2:
+            break
+    else:
+        pytest.fail(f"the arguments came in one piece 20 times: {events}")
     assert "tool_calls.function.arguments.done" in events
     assert choice.finish_reason == "tool_calls" and called(choice) == called(answered(client, **ONE_TOOL))
 

@@ -146,7 +146,7 @@ class ModelShape:
 
     def attended_bytes(self, depth: int) -> int:
         """Return the bytes that a token of an answer reads of so many others."""
-        if self.chosen_tokens is None or not self.is_chosen(depth):
+        if self.chosen_tokens is None or depth <= self.chosen_tokens:
             return depth * self.page_bytes_per_token
         return self.chosen_tokens * self.page_bytes_per_token + depth * self.sketch_bytes_per_token
 

@@ -111,8 +111,8 @@ class Pinning:
 
 @cache
 def is_read_at_its_address(card: int) -> bool:
-    """Return whether kernels find registered memory at the address that it has on the host: not on each system. False
-    where no driver of NVIDIA's says so."""
+    """Return whether kernels find registered memory at the address that it has on the host, as they do on most systems.
+    False where no driver of NVIDIA's says so."""
     found = ctypes.c_int()
     try:
         ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute
